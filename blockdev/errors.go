@@ -4,14 +4,14 @@ import "errors"
 
 // Sentinel errors; devices wrap them or the store's errno, so match with errors.Is.
 var (
-	ErrClosed      = errors.New("device is closed")
-	ErrReadOnly    = errors.New("device is read-only")
-	ErrOutOfRange  = errors.New("range is outside the device")
-	ErrUnaligned   = errors.New("offset, length or buffer is not aligned to the device's blocks")
+	ErrClosed       = errors.New("device is closed")
+	ErrReadOnly     = errors.New("device is read-only")
+	ErrOutOfRange   = errors.New("range is outside the device")
+	ErrUnaligned    = errors.New("offset, length or buffer is not aligned to the device's blocks")
 	ErrNotSupported = errors.New("operation is not supported by the device")
-	ErrFlushFailed = errors.New("an earlier flush failed: durability of earlier writes is unknown until the device is opened again")
-	ErrWouldBlock  = errors.New("would block")
-	ErrInUse       = errors.New("device is in use by another process")
+	ErrFlushFailed  = errors.New("an earlier flush failed: durability of earlier writes is unknown until the device is opened again")
+	ErrWouldBlock   = errors.New("would block")
+	ErrInUse        = errors.New("device is in use by another process")
 	// ErrLost says that a remote device did not come back within its loss timeout.
 	ErrLost = errors.New("connection to the device is lost")
 )

@@ -1,0 +1,265 @@
+package worker
+
+import (
+	"errors"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// pipe is a Source that counts the bytes that arrive on a socket pair.
+type pipe struct {
+	h     *Handle
+	fds   [2]int
+	got   atomic.Int64
+	polls atomic.Int64
+	drain bool
+}
+
+func newPipe(t *testing.T, w *Worker) *pipe {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &pipe{fds: fds, drain: true}
+	if err := w.Call(func() { p.h, err = w.Add(fds[0], p) }); err != nil {
+		t.Fatal(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func (p *pipe) close(w *Worker) {
+	w.Call(func() { p.h.Remove() })
+	unix.Close(p.fds[0])
+	unix.Close(p.fds[1])
+}
+
+func (p *pipe) Poll() bool {
+	p.polls.Add(1)
+	if !p.drain {
+		return false
+	}
+	var b [256]byte
+	n, _ := unix.Read(p.fds[0], b[:])
+	if n <= 0 {
+		return false
+	}
+	p.got.Add(int64(n))
+	return true
+}
+
+func (p *pipe) Arm() bool { return true }
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); !ok(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal("never happened: " + what)
+		}
+	}
+}
+
+func each(t *testing.T, f func(t *testing.T, cfg Config)) {
+	for name, cfg := range map[string]Config{"adaptive": {}, "sleepy": {MaxPoll: -1}, "busy": {Busy: true}} {
+		t.Run(name, func(t *testing.T) { f(t, cfg) })
+	}
+}
+
+func TestSourceIsPolledWhenReady(t *testing.T) {
+	each(t, func(t *testing.T, cfg Config) {
+		w, err := New(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Close()
+		var ps []*pipe
+		for range directSources + 3 {
+			ps = append(ps, newPipe(t, w))
+		}
+		for round := range 200 {
+			p := ps[round%len(ps)]
+			want := p.got.Load() + 3
+			unix.Write(p.fds[1], []byte("abc"))
+			eventually(t, "bytes polled", func() bool { return p.got.Load() == want })
+		}
+		for _, p := range ps {
+			p.close(w)
+		}
+	})
+}
+
+// Tasks of many goroutines all run, in each one's order, whatever state the loop is in.
+func TestSubmitLosesNothing(t *testing.T) {
+	each(t, func(t *testing.T, cfg Config) {
+		w, err := New(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		const from, n = 4, 2000
+		var next [from]int // on the worker only
+		var wg sync.WaitGroup
+		for g := range from {
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				for i := range n {
+					if err := w.Submit(TaskFunc(func() {
+						if next[g] != i {
+							t.Errorf("goroutine %d: task %d ran in place of %d", g, i, next[g])
+						}
+						next[g]++
+					})); err != nil {
+						t.Error(err)
+					}
+					if i%100 == 0 {
+						w.Call(func() {})
+					}
+				}
+			}()
+		}
+		wg.Wait()
+		w.Close()
+		if next != [from]int{n, n, n, n} {
+			t.Fatalf("ran %v", next)
+		}
+	})
+}
+
+func TestClose(t *testing.T) {
+	w, err := New(Config{Name: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ran := false
+	w.Submit(TaskFunc(func() { ran = true }))
+	w.Close()
+	if !ran {
+		t.Error("a task submitted before Close did not run")
+	}
+	if err := w.Submit(TaskFunc(func() {})); !errors.Is(err, ErrClosed) {
+		t.Errorf("Submit after Close: %v", err)
+	}
+	if err := w.Call(func() {}); !errors.Is(err, ErrClosed) {
+		t.Errorf("Call after Close: %v", err)
+	}
+	w.Close()
+}
+
+func TestRemovedSourceIsNotPolled(t *testing.T) {
+	w, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	a, b := newPipe(t, w), newPipe(t, w)
+	w.Call(func() { a.h.Remove() })
+	n := a.polls.Load()
+	unix.Write(a.fds[1], []byte("x"))
+	unix.Write(b.fds[1], []byte("x"))
+	eventually(t, "the other source is served", func() bool { return b.got.Load() == 1 })
+	if a.polls.Load() != n {
+		t.Error("polled after Remove")
+	}
+	a.close(w)
+	b.close(w)
+}
+
+// A source that cannot take more input masks it, and the worker sleeps instead of spinning on the ready descriptor.
+func TestMaskedSourceLetsTheWorkerSleep(t *testing.T) {
+	w, err := New(Config{MaxPoll: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	p := newPipe(t, w)
+	w.Call(func() { p.drain = false; p.h.SetInterest(false, false) })
+	unix.Write(p.fds[1], []byte("x"))
+	w.Call(func() {})
+	eventually(t, "asleep", func() bool { return w.sleeping.Load() })
+	before := w.Stats().Sleeps
+	for range 100 {
+		runtime.Gosched()
+	}
+	if d := w.Stats().Sleeps - before; d > 1 {
+		t.Errorf("woke %d times for a masked descriptor", d)
+	}
+	w.Call(func() { p.drain = true; p.h.SetInterest(true, false) })
+	eventually(t, "served again", func() bool { return p.got.Load() == 1 })
+	p.close(w)
+}
+
+func TestPinToUnknownCPUFails(t *testing.T) {
+	if w, err := New(Config{Pin: true, CPU: 1000}); err == nil {
+		w.Close()
+		t.Fatal("pinned to a processor that does not exist")
+	}
+}
+
+func TestLearn(t *testing.T) {
+	w := &Worker{cfg: Config{MaxPoll: 50 * time.Microsecond}}
+	for range 4 {
+		w.learn(20 * time.Microsecond)
+	}
+	if w.budget != 50*time.Microsecond {
+		t.Errorf("short sleeps grew the budget to %v, want the maximum", w.budget)
+	}
+	for range 4 {
+		w.learn(time.Millisecond)
+	}
+	if w.budget != 0 {
+		t.Errorf("long sleeps left a budget of %v", w.budget)
+	}
+}
+
+func TestSubmitTaskDoesNotAllocate(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates; the plain run counts")
+	}
+	w, err := New(Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	task := &chanTask{make(chan struct{}, 1)}
+	for range 100 { // let the mail slices grow
+		w.Submit(task)
+		<-task.c
+	}
+	if n := testing.AllocsPerRun(500, func() { w.Submit(task); <-task.c }); n != 0 {
+		t.Errorf("%v allocations per task", n)
+	}
+}
+
+type chanTask struct{ c chan struct{} }
+
+func (c *chanTask) Run() { c.c <- struct{}{} }
+
+func TestNoDescriptorsLeak(t *testing.T) {
+	count := func() int {
+		fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		unix.Close(fd)
+		return fd // the lowest free one
+	}
+	before := count()
+	for range 50 {
+		w, err := New(Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.Close()
+	}
+	if after := count(); after != before {
+		t.Errorf("lowest free descriptor was %d, is %d", before, after)
+	}
+}

@@ -47,7 +47,9 @@ type Request struct {
 	// User is the user's own.
 	User any
 
-	next *Request // the queue's, while it owns the request
+	// The queue's, while it owns the request.
+	next *Request
+	pos  int // bytes of a read or write that are done
 }
 
 // Queue is an asynchronous way to a Device, bound to one worker: all methods are

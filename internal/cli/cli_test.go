@@ -1,0 +1,153 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func TestMainExitCodesAndMessages(t *testing.T) {
+	fs := NewFlagSet("work")
+	n := fs.Int("n", 1, "how `many`")
+	var got []string
+	p := &Program{Name: "prog", Short: "a program.", Commands: []*Command{{
+		Name: "work", Args: "[flags] THING", Short: "do it", Long: "Does it.", Flags: fs,
+		Run: func(_ context.Context, args []string) error {
+			got = args
+			switch *n {
+			case 2:
+				return Usage(errors.Join(errors.New("a: wrong"), errors.New("b: wrong")))
+			case 3:
+				return fmt.Errorf("wrapped: %w", Usagef("c"))
+			case 4:
+				return errors.New("it broke")
+			}
+			return nil
+		},
+	}}}
+	for _, c := range []struct {
+		args     string
+		code     int
+		out, err string
+	}{
+		{"", 2, "", "prog: a program.\n\nUsage: prog COMMAND [arguments]\n\nCommands:\n  work          do it\n  help          explain a command: prog help COMMAND\n"},
+		{"work x y", 0, "", ""},
+		{"work --n=2", 2, "", "prog: work: a: wrong\nprog: work: b: wrong\nSee 'prog work --help'.\n"},
+		{"work --n=3", 2, "", "prog: work: wrapped: c\nSee 'prog work --help'.\n"},
+		{"work --n=4", 1, "", "prog: work: it broke\n"},
+		{"work --nope", 2, "", "prog: work: unknown flag: --nope\nSee 'prog work --help'.\n"},
+		{"work --n=x", 2, "", "prog: work: invalid argument \"x\" for \"--n\" flag: strconv.ParseInt: parsing \"x\": invalid syntax\nSee 'prog work --help'.\n"},
+		{"wrok", 2, "", "prog: there is no command \"wrok\"\nSee 'prog help'.\n"},
+		{"--nope work", 2, "", "prog: unknown flag \"--nope\" before the command\nSee 'prog help'.\n"},
+		{"help wrok", 2, "", "prog: wrok: there is no such command\nSee 'prog help'.\n"},
+		{"work --help", 0, "Usage: prog work [flags] THING\n\nDoes it.\n\nFlags:\n      --n many   how many (default 1)\n", ""},
+		{"help work", 0, "Usage: prog work [flags] THING\n\nDoes it.\n\nFlags:\n      --n many   how many (default 1)\n", ""},
+	} {
+		*n = 1
+		var out, errw bytes.Buffer
+		code := p.Main(context.Background(), &Env{Stdout: &out, Stderr: &errw}, strings.Fields(c.args))
+		if code != c.code || out.String() != c.out || errw.String() != c.err {
+			t.Errorf("%q: exit %d\nstdout %q\nstderr %q\nwant %d\n%q\n%q", c.args, code, out.String(), errw.String(), c.code, c.out, c.err)
+		}
+	}
+	if strings.Join(got, " ") != "" { // the last run had no arguments
+		t.Errorf("args %v", got)
+	}
+}
+
+func TestSizes(t *testing.T) {
+	for in, want := range map[string]int64{"0": 0, "513": 513, "4k": 4096, "4KiB": 4096, "4kb": 4096, "64M": 64 << 20, "1GiB": 1 << 30, " 2T ": 2 << 40, "7P": 7 << 50, "5B": 5} {
+		if got, err := ParseSize(in); err != nil || got != want {
+			t.Errorf("ParseSize(%q) = %d, %v; want %d", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "k", "1.5G", "-1", "4x", "4 kk", "9999999999999999999", "8192P", "1e3", "0x10"} {
+		if got, err := ParseSize(in); err == nil {
+			t.Errorf("ParseSize(%q) = %d", in, got)
+		}
+	}
+	for in, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 64 << 20: "64 MiB", 1000 << 20: "1000 MiB", 1023 << 20: "1023 MiB", 1 << 40: "1 TiB", math.MaxInt64: "8192 PiB"} {
+		if got := FormatSize(in); got != want {
+			t.Errorf("FormatSize(%d) = %q, want %q", in, got, want)
+		}
+	}
+}
+
+func TestAddresses(t *testing.T) {
+	for in, want := range map[string]string{
+		"10.0.0.1": "10.0.0.1:4420", "10.0.0.1:7": "10.0.0.1:7", "::1": "[::1]:4420", "[::1]": "[::1]:4420", "[::1]:0": "[::1]:0",
+		":4421": "[::]:4421", "localhost:5": "127.0.0.1:5", "fe80::1%lo": "[fe80::1%lo]:4420", "::ffff:1.2.3.4": "1.2.3.4:4420",
+	} {
+		got, err := ResolveAddr(context.Background(), in, DefaultPort)
+		if err != nil || got != netip.MustParseAddrPort(want) {
+			t.Errorf("%q → %v, %v; want %s", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "1.2.3.4:x", "1.2.3.4:70000", "a:b:c", "[::1", "h:"} {
+		if got, err := ResolveAddr(context.Background(), in, DefaultPort); err == nil || !IsUsage(err) {
+			t.Errorf("%q → %v, %v; want a usage error", in, got, err)
+		}
+	}
+}
+
+func TestNotify(t *testing.T) {
+	if err := (&Env{}).Notify("READY=1"); err != nil {
+		t.Errorf("without a service manager: %v", err)
+	}
+	dir, err := os.MkdirTemp("", "n")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "s")
+	for _, name := range []string{path, "@rdblk-test-" + filepath.Base(dir)} {
+		addr := name
+		if name[0] == '@' {
+			addr = "\x00" + name[1:]
+		}
+		ln, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: addr, Net: "unixgram"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		e := &Env{Environ: []string{"NOTIFY_SOCKET=" + name}}
+		if err := e.Notify("READY=1", "STATUS=serving"); err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 100)
+		n, err := ln.Read(b)
+		if err != nil || string(b[:n]) != "READY=1\nSTATUS=serving" {
+			t.Errorf("%s: received %q, %v", name, b[:n], err)
+		}
+		ln.Close()
+	}
+	if err := (&Env{Environ: []string{"NOTIFY_SOCKET=/nonexistent"}}).Notify("X"); err == nil {
+		t.Error("no error though nobody listens")
+	}
+}
+
+func TestLogger(t *testing.T) {
+	var b bytes.Buffer
+	l, err := NewLogger(&b, "warn", "json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Info("no")
+	l.Warn("yes")
+	if s := b.String(); strings.Contains(s, "no") || !strings.Contains(s, `"msg":"yes"`) {
+		t.Errorf("logged %q", s)
+	}
+	if _, err := NewLogger(&b, "loud", "text"); err == nil || !strings.Contains(err.Error(), "level") {
+		t.Error(err)
+	}
+	if _, err := NewLogger(&b, "info", "xml"); err == nil || !strings.Contains(err.Error(), "format") {
+		t.Error(err)
+	}
+}

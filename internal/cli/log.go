@@ -1,0 +1,38 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+)
+
+// NewLogger makes the program's logger. level is debug, info, warn or error;
+// format is text (key=value) or json.
+func NewLogger(w io.Writer, level, format string) (*slog.Logger, error) {
+	var l slog.Level
+	if err := CheckLog(level, format); err != nil {
+		return nil, err
+	}
+	l.UnmarshalText([]byte(level))
+	o := &slog.HandlerOptions{Level: l}
+	if format == "json" {
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	}
+	return slog.New(slog.NewTextHandler(w, o)), nil
+}
+
+// CheckLog checks the two words that NewLogger takes.
+func CheckLog(level, format string) error {
+	switch strings.ToLower(level) {
+	case "debug", "info", "warn", "error":
+	default:
+		return fmt.Errorf("level: %q is none of debug, info, warn, error", level)
+	}
+	switch format {
+	case "text", "json":
+	default:
+		return fmt.Errorf("format: %q is neither text nor json", format)
+	}
+	return nil
+}

@@ -1,0 +1,265 @@
+// Package config fills a program's settings from flags, environment, file and
+// defaults, in that order of precedence, and says everything that is wrong with
+// them at once. It is where viper is used; only the commands import it.
+//
+// A setting has one name everywhere: the key in the file (log.level), the
+// environment variable made of it (RDTARGET_LOG_LEVEL), the flag that a command
+// gives it (--log-level), and the word in messages. A key or a variable with the
+// program's prefix that nobody knows is an error: a typing mistake must not
+// silently mean the default.
+package config
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/go-viper/mapstructure/v2"
+	"github.com/spf13/pflag"
+	"github.com/spf13/viper"
+)
+
+// A Source says where settings come from.
+type Source struct {
+	// Prefix of environment variables, with the underscore: "RDTARGET_".
+	Prefix  string
+	Environ []string
+	// File is a YAML, JSON or TOML file, "" for none.
+	File string
+	// Flags were parsed before; Keys names the setting of each flag that is one.
+	// Only flags that were given count.
+	Flags *pflag.FlagSet
+	Keys  map[string]string
+	// Set overrides everything, also flags: settings that came as arguments.
+	Set map[string]any
+}
+
+// A Validator checks itself and returns all problems joined, each with the key in front.
+type Validator interface{ Validate() error }
+
+// Load fills dst, which holds the defaults, from src. The error lists all problems.
+func Load(dst Validator, src Source) error {
+	v := viper.New()
+	for k, val := range flatten(dst) {
+		v.SetDefault(k, val)
+	}
+	all := Keys(dst)
+
+	var errs []error
+	for _, kv := range src.Environ {
+		name, val, _ := strings.Cut(kv, "=")
+		key, ok := strings.CutPrefix(name, src.Prefix)
+		if !ok || src.Prefix == "" || key == "CONFIG" { // CONFIG names the file; the command has read it
+			continue
+		}
+		i := slices.IndexFunc(all, func(k string) bool { return EnvName("", k) == key })
+		if i < 0 {
+			errs = append(errs, fmt.Errorf("environment variable %s: no such setting", name))
+			continue
+		}
+		if val != "" { // set to nothing is not set, as usual
+			v.Set(all[i], val)
+		}
+	}
+
+	if src.File != "" {
+		fv := viper.New()
+		fv.SetConfigFile(src.File)
+		if _, err := os.Stat(src.File); err != nil {
+			errs = append(errs, fmt.Errorf("read configuration: %w", err))
+		} else if err := fv.ReadInConfig(); err != nil {
+			errs = append(errs, fmt.Errorf("read configuration %s: %w", src.File, err))
+		} else if err := v.MergeConfigMap(fv.AllSettings()); err != nil {
+			errs = append(errs, fmt.Errorf("read configuration %s: %w", src.File, err))
+		}
+	}
+
+	for flag, key := range src.Keys {
+		f := src.Flags.Lookup(flag)
+		if f == nil || !slices.Contains(all, key) {
+			panic(fmt.Sprintf("config: flag %q for setting %q: one of them does not exist", flag, key))
+		}
+		if f.Changed {
+			v.Set(key, flagValue(f))
+		}
+	}
+	for key, val := range src.Set {
+		v.Set(key, val)
+	}
+
+	dec, err := mapstructure.NewDecoder(&mapstructure.DecoderConfig{
+		Result:           dst,
+		ErrorUnused:      true,
+		WeaklyTypedInput: true,
+		ZeroFields:       true,
+		TagName:          tag,
+		DecodeHook:       mapstructure.ComposeDecodeHookFunc(durationHook, unsignedHook, textHook, listHook),
+	})
+	if err != nil {
+		return err
+	}
+	if err := dec.Decode(v.AllSettings()); err != nil {
+		errs = append(errs, tidy(err)...)
+	}
+	if err := dst.Validate(); err != nil {
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+const tag = "mapstructure"
+
+// Keys lists the settings of a struct, sorted: "listen", "log.level".
+func Keys(s any) []string {
+	var ks []string
+	for k := range flatten(s) {
+		ks = append(ks, k)
+	}
+	slices.Sort(ks)
+	return ks
+}
+
+// EnvName is the environment variable of a setting.
+func EnvName(prefix, key string) string {
+	return prefix + strings.ToUpper(strings.ReplaceAll(key, ".", "_"))
+}
+
+// flatten lists key and value of every leaf of a settings struct. Slices, also of structs, are leaves.
+func flatten(s any) map[string]any {
+	out := map[string]any{}
+	var walk func(prefix string, v reflect.Value)
+	walk = func(prefix string, v reflect.Value) {
+		t := v.Type()
+		for i := range t.NumField() {
+			name := t.Field(i).Tag.Get(tag)
+			if name == "" || name == "-" {
+				continue
+			}
+			if f := v.Field(i); f.Kind() == reflect.Struct {
+				walk(prefix+name+".", f)
+			} else {
+				out[prefix+name] = f.Interface()
+			}
+		}
+	}
+	walk("", reflect.Indirect(reflect.ValueOf(s)))
+	return out
+}
+
+func flagValue(f *pflag.Flag) any {
+	if s, ok := f.Value.(pflag.SliceValue); ok {
+		return s.GetSlice()
+	}
+	return f.Value.String()
+}
+
+// tidy takes the decoder's errors apart and puts them in our words.
+func tidy(err error) []error {
+	var list []error
+	var walk func(error)
+	walk = func(err error) {
+		switch e := err.(type) {
+		case interface{ Unwrap() []error }:
+			for _, x := range e.Unwrap() {
+				walk(x)
+			}
+		default:
+			list = append(list, oneDecodeError(err))
+		}
+	}
+	for {
+		var multi interface{ Unwrap() []error }
+		if errors.As(err, &multi) {
+			walk(multi.(error))
+			return list
+		}
+		return append(list, oneDecodeError(err))
+	}
+}
+
+func oneDecodeError(err error) error {
+	s := err.Error()
+	s = strings.TrimPrefix(s, "decoding failed due to the following error(s):\n\n")
+	if where, list, ok := strings.Cut(s, "has invalid keys: "); ok {
+		where = strings.Trim(strings.TrimSpace(where), "'")
+		var es []error
+		for k := range strings.SplitSeq(list, ", ") {
+			if where != "" {
+				k = where + "." + k
+			}
+			es = append(es, fmt.Errorf("%s: no such setting", k))
+		}
+		return errors.Join(es...)
+	}
+	if strings.HasPrefix(s, "'") {
+		if key, rest, ok := strings.Cut(s[1:], "'"); ok {
+			return fmt.Errorf("%s: %s", key, strings.TrimSpace(rest))
+		}
+	}
+	return err
+}
+
+var durationType = reflect.TypeFor[time.Duration]()
+
+// durationHook reads "10s"; a number without unit is refused, because some would mean seconds.
+func durationHook(from, to reflect.Type, data any) (any, error) {
+	if to != durationType || from == durationType {
+		return data, nil
+	}
+	s := fmt.Sprint(data)
+	if _, err := strconv.ParseFloat(s, 64); err == nil && s != "0" {
+		return nil, fmt.Errorf("%s has no unit: write a duration such as 500ms, 10s, 2m", s)
+	}
+	d, err := time.ParseDuration(s)
+	if err != nil {
+		return nil, fmt.Errorf("%q is no duration: write 500ms, 10s, 2m", s)
+	}
+	return d, nil
+}
+
+// unsignedHook refuses negative numbers, which the decoder would wrap around.
+func unsignedHook(from, to reflect.Type, data any) (any, error) {
+	if to.Kind() < reflect.Uint || to.Kind() > reflect.Uint64 {
+		return data, nil
+	}
+	if v := reflect.ValueOf(data); v.CanInt() && v.Int() < 0 || v.CanFloat() && v.Float() < 0 {
+		return nil, fmt.Errorf("%v is negative", data)
+	}
+	return data, nil
+}
+
+// textHook lets types read themselves from a string.
+func textHook(from, to reflect.Type, data any) (any, error) {
+	s, ok := data.(string)
+	if n, isInt := data.(int); isInt {
+		s, ok = strconv.Itoa(n), true
+	}
+	if !ok || !reflect.PointerTo(to).Implements(reflect.TypeFor[interface{ UnmarshalText([]byte) error }]()) {
+		return data, nil
+	}
+	p := reflect.New(to)
+	if err := p.Interface().(interface{ UnmarshalText([]byte) error }).UnmarshalText([]byte(s)); err != nil {
+		return nil, err
+	}
+	return p.Elem().Interface(), nil
+}
+
+// listHook takes one string for a list apart at commas (environment variables).
+func listHook(from, to reflect.Type, data any) (any, error) {
+	s, ok := data.(string)
+	if !ok || to.Kind() != reflect.Slice {
+		return data, nil
+	}
+	list := []any{}
+	for p := range strings.SplitSeq(s, ",") {
+		if p = strings.TrimSpace(p); p != "" {
+			list = append(list, p)
+		}
+	}
+	return list, nil
+}

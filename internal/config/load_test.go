@@ -1,0 +1,158 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+)
+
+type sample struct {
+	Name   string        `mapstructure:"name"`
+	Count  int           `mapstructure:"count"`
+	On     bool          `mapstructure:"on"`
+	Wait   time.Duration `mapstructure:"wait"`
+	Hosts  []string      `mapstructure:"hosts"`
+	Things []thing       `mapstructure:"things"`
+	Log    struct {
+		Level string `mapstructure:"level"`
+	} `mapstructure:"log"`
+}
+
+type thing struct {
+	Path string `mapstructure:"path"`
+	ID   uint32 `mapstructure:"id"`
+}
+
+func (t *thing) UnmarshalText(b []byte) error { t.Path = string(b); return nil }
+
+func (s *sample) Validate() error {
+	var errs []error
+	if s.Count < 0 {
+		errs = append(errs, fmt.Errorf("count: %d is negative", s.Count))
+	}
+	return errors.Join(errs...)
+}
+
+func defaults() *sample {
+	s := &sample{Name: "default", Count: 1, Wait: time.Second}
+	s.Log.Level = "info"
+	return s
+}
+
+func write(t *testing.T, text string) string {
+	t.Helper()
+	p := filepath.Join(t.TempDir(), "c.yaml")
+	if err := os.WriteFile(p, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func TestPrecedenceIsFlagEnvironmentFileDefault(t *testing.T) {
+	file := write(t, "name: file\ncount: 3\nwait: 3s\nlog:\n  level: warn\nhosts: [x, y]\n")
+	env := []string{"T_NAME=env", "T_COUNT=2", "T_LOG_LEVEL=debug", "OTHER=1", "T_ON=", "T_CONFIG=whatever"}
+	fs := pflag.NewFlagSet("t", pflag.ContinueOnError)
+	fs.String("name", "", "")
+	fs.String("wait", "99s", "")
+	fs.StringArray("host", nil, "")
+	keys := map[string]string{"name": "name", "wait": "wait", "host": "hosts"}
+
+	got := defaults()
+	if err := Load(got, Source{Prefix: "T_", Environ: env, File: file, Flags: fs, Keys: keys}); err != nil {
+		t.Fatal(err)
+	}
+	want := defaults()
+	want.Name, want.Count, want.Wait, want.Hosts, want.Log.Level = "env", 2, 3*time.Second, []string{"x", "y"}, "debug"
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("without flags\n got %+v\nwant %+v", got, want)
+	}
+
+	if err := fs.Parse([]string{"--name=flag", "--host", "a,b", "--host=c"}); err != nil {
+		t.Fatal(err)
+	}
+	got = defaults()
+	if err := Load(got, Source{Prefix: "T_", Environ: env, File: file, Flags: fs, Keys: keys, Set: map[string]any{"count": 7}}); err != nil {
+		t.Fatal(err)
+	}
+	want.Name, want.Hosts, want.Count = "flag", []string{"a,b", "c"}, 7
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("with flags\n got %+v\nwant %+v", got, want)
+	}
+}
+
+func TestListsAndStructuresFromFileAndEnvironment(t *testing.T) {
+	file := write(t, "things:\n  - path: /a\n    id: 7\n  - /b\n")
+	got := defaults()
+	if err := Load(got, Source{File: file}); err != nil {
+		t.Fatal(err)
+	}
+	if want := []thing{{"/a", 7}, {Path: "/b"}}; !reflect.DeepEqual(got.Things, want) {
+		t.Errorf("things %+v, want %+v", got.Things, want)
+	}
+	got = defaults()
+	if err := Load(got, Source{Prefix: "T_", Environ: []string{"T_THINGS=/c, /d", "T_HOSTS=one"}, File: file}); err != nil {
+		t.Fatal(err)
+	}
+	if want := []thing{{Path: "/c"}, {Path: "/d"}}; !reflect.DeepEqual(got.Things, want) || !reflect.DeepEqual(got.Hosts, []string{"one"}) {
+		t.Errorf("things %+v hosts %v, want %+v [one]", got.Things, got.Hosts, want)
+	}
+}
+
+func TestEverythingWrongIsSaidAtOnce(t *testing.T) {
+	file := write(t, "nmae: x\ncount: -5\nwait: 10\nlog:\n  levle: debug\nthings:\n  - path: /a\n    idd: 1\n    id: -1\n")
+	err := Load(defaults(), Source{Prefix: "T_", Environ: []string{"T_ON=perhaps", "T_NOPE=1"}, File: file})
+	if err == nil {
+		t.Fatal("no error")
+	}
+	for _, want := range []string{
+		"nmae: no such setting", "log.levle: no such setting", "things[0].idd: no such setting",
+		"environment variable T_NOPE: no such setting", "wait: 10 has no unit", "count: -5 is negative", "things[0].id: -1 is negative", "on: ",
+	} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q is missing", want)
+		}
+	}
+	for line := range strings.SplitSeq(err.Error(), "\n") {
+		if line == "" {
+			t.Error("an empty line in the message")
+		}
+	}
+	t.Logf("the message:\n%v", err)
+}
+
+func TestFileProblems(t *testing.T) {
+	for name, c := range map[string]struct{ file, want string }{
+		"missing":    {"/nonexistent/x.yaml", "no such file"},
+		"not yaml":   {write(t, "a: [\n"), "c.yaml"},
+		"wrong kind": {write(t, "log: debug\n"), "log"},
+		"duplicate":  {write(t, "name: a\nname: b\n"), "already defined"},
+	} {
+		if err := Load(defaults(), Source{File: c.file}); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: error %v, want one with %q", name, err, c.want)
+		}
+	}
+	// A key without a value is the default, an empty file all defaults.
+	for _, text := range []string{"", "name:\nhosts:\n"} {
+		got := defaults()
+		if err := Load(got, Source{File: write(t, text)}); err != nil || !reflect.DeepEqual(got, defaults()) {
+			t.Errorf("%q: %+v, %v", text, got, err)
+		}
+	}
+}
+
+func TestKeys(t *testing.T) {
+	want := []string{"count", "hosts", "log.level", "name", "on", "things", "wait"}
+	if got := Keys(defaults()); !reflect.DeepEqual(got, want) {
+		t.Errorf("keys %v, want %v", got, want)
+	}
+	if got := EnvName("T_", "log.level"); got != "T_LOG_LEVEL" {
+		t.Error(got)
+	}
+}

@@ -1,4 +1,4 @@
-package cli
+package config
 
 import (
 	"fmt"
@@ -53,4 +53,32 @@ func digits(f float64) int {
 		return 4
 	}
 	return 3
+}
+
+// Size is a number of bytes that is written with a unit: 4096, 4k, 64M, 1GiB.
+type Size int64
+
+// UnmarshalText reads a size.
+func (s *Size) UnmarshalText(b []byte) error {
+	n, err := ParseSize(string(b))
+	*s = Size(n)
+	return err
+}
+
+// Set reads a size from a flag.
+func (s *Size) Set(v string) error { return s.UnmarshalText([]byte(v)) }
+
+// Type is the word for a size in help texts.
+func (s *Size) Type() string { return "size" }
+
+func (s Size) String() string {
+	if s == 0 {
+		return "0"
+	}
+	for i := len(units) - 1; i >= 0; i-- {
+		if int64(s)%units[i].factor == 0 {
+			return strconv.FormatInt(int64(s)/units[i].factor, 10) + units[i].suffix
+		}
+	}
+	return strconv.FormatInt(int64(s), 10)
 }

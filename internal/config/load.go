@@ -263,3 +263,19 @@ func listHook(from, to reflect.Type, data any) (any, error) {
 	}
 	return list, nil
 }
+
+// Changed lists the keys in which two settings structs of one type differ, sorted.
+func Changed(a, b any) []string {
+	fa, fb := flatten(a), flatten(b)
+	var ks []string
+	for _, k := range Keys(a) {
+		va, vb := reflect.ValueOf(fa[k]), reflect.ValueOf(fb[k])
+		if va.Kind() == reflect.Slice && va.Len() == 0 && vb.Len() == 0 {
+			continue // nil and empty are the same setting
+		}
+		if !reflect.DeepEqual(fa[k], fb[k]) {
+			ks = append(ks, k)
+		}
+	}
+	return ks
+}

@@ -156,3 +156,15 @@ func TestKeys(t *testing.T) {
 		t.Error(got)
 	}
 }
+
+func TestChanged(t *testing.T) {
+	a, b := defaults(), defaults()
+	b.Hosts = []string{}
+	if got := Changed(a, b); got != nil {
+		t.Errorf("nothing changed, but %v", got)
+	}
+	b.Hosts, b.Log.Level, b.Things = []string{"x"}, "warn", []thing{{Path: "/a"}}
+	if got := fmt.Sprint(Changed(a, b)); got != "[hosts log.level things]" {
+		t.Errorf("changed %v", got)
+	}
+}

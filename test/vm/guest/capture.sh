@@ -1,0 +1,34 @@
+#!/bin/bash
+# A TCP capture of the kernel's nvme-rdma host at work against nvmet-rdma over siw: discovery,
+# connect, identify, small and large reads and writes, flush, discard, write zeroes, keep-alive,
+# disconnect. Leaves nvme.pcap; `go run ./test/vm/mpadump -golden DIR nvme.pcap` makes golden files of it.
+. "$VM_REPO/test/vm/lib.sh"
+siw_up
+nqn=nqn.2026-11.io.rdblk:golden
+null_up nb0 64 512 discard 1
+nvmet_subsys $nqn
+nvmet_ns $nqn 1 $BLK
+echo 0badcafe-0000-4000-8000-000000000001 >$NVMET/subsystems/$nqn/namespaces/1/device_uuid 2>/dev/null || true
+nvmet_port 1 $SIW 4420 $nqn
+capture_start lo "$VM_OUT/nvme.pcap" tcp port 4420
+modprobe nvme-rdma
+id=(--hostnqn nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff --hostid 00112233-4455-6677-8899-aabbccddeeff)
+timeout 60 nvme discover -t rdma -a $SIW -s 4420 "${id[@]}"
+nvme_connect $SIW $nqn -i 1 -Q 32 -k 2 "${id[@]}"
+head -c 262144 /dev/urandom >/run/data
+dd if=/run/data of=$NVME bs=4096 count=1 oflag=direct status=none       # in the capsule
+dd if=/run/data of=$NVME bs=131072 count=1 seek=1 oflag=direct status=none # by RDMA Read
+dd if=$NVME of=/run/back bs=4096 count=1 iflag=direct status=none
+dd if=$NVME of=/run/back2 bs=131072 count=1 skip=1 iflag=direct status=none
+cmp -n 4096 /run/data /run/back
+cmp -n 131072 /run/data /run/back2
+nvme flush $NVME -n 1
+blkdiscard -o 1048576 -l 65536 $NVME
+blkdiscard -z -o 2097152 -l 65536 $NVME
+nvme smart-log $NVME >/dev/null
+nvme read $NVME -s 131072 -c 7 -z 4096 >/dev/null 2>&1 && die "a read beyond the end went through" || true
+sleep 3 # a keep-alive
+nvme_disconnect $nqn
+capture_stop
+uname -rv >"$VM_OUT/kernel.txt"
+kernel_clean

@@ -139,11 +139,11 @@ func (s Status) Errno() syscall.Errno {
 		return syscall.ENODEV
 	case StatusInvalidOpcode, StatusInvalidField, StatusConflictingAttributes, StatusCommandSizeExceeded:
 		return syscall.EOPNOTSUPP
-	case StatusGuardCheckError, StatusAppTagCheckError, StatusRefTagCheckError, StatusCompareFailure, StatusInvalidPI:
+	case StatusGuardCheckError, StatusAppTagCheckError, StatusRefTagCheckError, StatusStorageTagCheckError, StatusCompareFailure, StatusInvalidPI:
 		return syscall.EILSEQ
 	case StatusAccessDenied, StatusOperationDenied, StatusConnectInvalidHost, StatusAuthenticationRequired:
 		return syscall.EACCES
-	case StatusDeallocatedOrUnread:
+	case StatusDeallocatedBlock:
 		return syscall.ENODATA
 	case StatusReservationConflict:
 		return syscall.EBADE

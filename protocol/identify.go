@@ -285,9 +285,15 @@ func (d *IdentifyController) layout(x codec) {
 	}
 }
 
-// AppendBinary appends the 4096 bytes. Texts that are too long are cut. The
-// error is always nil.
+// AppendBinary appends the 4096 bytes. SN, MN and FR are cut if they are too
+// long. A SUBNQN that is too long is refused, since a cut name is another name;
+// an empty one is written.
 func (d *IdentifyController) AppendBinary(b []byte) ([]byte, error) {
+	if d.SUBNQN != "" {
+		if err := CheckNQN(d.SUBNQN); err != nil {
+			return b, fmt.Errorf("identify controller: SUBNQN: %w", err)
+		}
+	}
 	all, part := grow(b, IdentifySize)
 	d.layout(codec{part, true})
 	return all, nil

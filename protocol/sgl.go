@@ -178,7 +178,7 @@ type Capsule struct {
 //	remote address + length wraps                   data SGL length invalid
 //
 // All carry Do Not Retry.
-func (c *Command) Data(dir Direction, cap Capsule) (Data, Status) {
+func (c *Command) Data(dir Direction, in Capsule) (Data, Status) {
 	s := c.SGL()
 	switch s.Type() {
 	case SGLKeyedDataBlock:
@@ -200,13 +200,13 @@ func (c *Command) Data(dir Direction, cap Capsule) (Data, Status) {
 			return Data{}, StatusInvalidField.WithDNR()
 		}
 		off, n := s.Address(), uint64(s.Length())
-		if !RangeOK(off, n, uint64(cap.InCapsuleSize)) {
+		if !RangeOK(off, n, uint64(in.InCapsuleSize)) {
 			return Data{}, StatusSGLOffsetInvalid.WithDNR()
 		}
 		if n == 0 {
 			return Data{}, StatusSuccess
 		}
-		if cap.Received < CommandSize || !RangeOK(off, n, uint64(cap.Received-CommandSize)) {
+		if in.Received < CommandSize || !RangeOK(off, n, uint64(in.Received-CommandSize)) {
 			return Data{}, StatusDataSGLLengthInvalid.WithDNR()
 		}
 		return Data{Kind: DataInCapsule, Addr: CommandSize + off, Len: uint32(n)}, StatusSuccess

@@ -1,0 +1,134 @@
+package nbd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func sortByID(l []ConnStatus) {
+	slices.SortFunc(l, func(a, b ConnStatus) int {
+		switch {
+		case a.ID < b.ID:
+			return -1
+		case a.ID > b.ID:
+			return 1
+		}
+		return 0
+	})
+}
+
+// maxSocketPath is what a sockaddr_un holds, with its terminating zero.
+const maxSocketPath = 107
+
+// ListenUnix listens on a Unix socket that only this user (mode 0600), or whom mode
+// lets, can connect to: the permissions are there before the socket is. A socket file that
+// nobody listens on any more is replaced; one that is in use is ErrSocketInUse, and
+// anything else at path is left alone. Closing the listener removes its file.
+func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
+	if len(path) > maxSocketPath {
+		return nil, fmt.Errorf("nbd: listen on %q: a socket's path may have %d bytes and this one has %d (use a shorter one)", path, maxSocketPath, len(path))
+	}
+	// Two servers that find the same stale socket must not remove each other's new
+	// one: between look and listen the directory is locked.
+	unlock, err := lockDirectory(filepath.Dir(path))
+	if err != nil {
+		return nil, fmt.Errorf("nbd: listen on %q: %w", path, err)
+	}
+	defer unlock()
+	if err := removeStale(path); err != nil {
+		return nil, fmt.Errorf("nbd: listen on %q: %w", path, err)
+	}
+	lc := net.ListenConfig{Control: func(_, _ string, rc syscall.RawConn) error {
+		var err error
+		// The file gets the mode that its socket has when it is bound, less the umask.
+		cerr := rc.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), uint32(mode.Perm())) })
+		return errors.Join(cerr, err)
+	}}
+	ln, err := lc.Listen(context.Background(), "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("nbd: %w", err)
+	}
+	ul := ln.(*net.UnixListener)
+	ul.SetUnlinkOnClose(false) // it would remove whatever is there by then
+	l := &unixListener{UnixListener: ul, path: path}
+	err = unix.Lstat(path, &l.st)
+	if err == nil && l.st.Mode&0o777 != uint32(mode.Perm()) {
+		err = os.Chmod(path, mode.Perm()) // the umask took something away
+	}
+	if err != nil {
+		ul.Close()
+		return nil, fmt.Errorf("nbd: listen on %q: %w", path, err)
+	}
+	return l, nil
+}
+
+// lockDirectory takes the directory's lock, waiting for it for a moment.
+func lockDirectory(dir string) (unlock func(), err error) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	for end := time.Now().Add(2 * time.Second); ; {
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return func() { f.Close() }, nil
+		}
+		if err != unix.EWOULDBLOCK && err != unix.EINTR || time.Now().After(end) {
+			f.Close()
+			return nil, fmt.Errorf("lock directory %q: %w", dir, err)
+		}
+		<-time.After(10 * time.Millisecond)
+	}
+}
+
+func removeStale(path string) error {
+	st, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if st.Mode().Type() != fs.ModeSocket {
+		return fmt.Errorf("it exists and is no socket (%v); remove it or choose another path", st.Mode().Type())
+	}
+	c, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		c.Close()
+		return fmt.Errorf("%w (stop it or choose another path)", ErrSocketInUse)
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		// Full backlog, no permission: somebody may well be there.
+		return fmt.Errorf("%w, or cannot be tried: %w", ErrSocketInUse, err)
+	}
+	return os.Remove(path)
+}
+
+// unixListener removes its socket file when it is closed, if it still is its own.
+type unixListener struct {
+	*net.UnixListener
+	path string
+	st   unix.Stat_t
+	once sync.Once
+}
+
+func (l *unixListener) Close() error {
+	l.once.Do(func() {
+		var st unix.Stat_t
+		if unix.Lstat(l.path, &st) == nil && st.Dev == l.st.Dev && st.Ino == l.st.Ino {
+			os.Remove(l.path)
+		}
+	})
+	return l.UnixListener.Close()
+}

@@ -2,37 +2,15 @@ package config
 
 import (
 	"fmt"
-	"math"
 	"strconv"
-	"strings"
+
+	"rdblk/blockdev"
 )
 
 var units = [...]struct {
 	suffix string
 	factor int64
 }{{"K", 1 << 10}, {"M", 1 << 20}, {"G", 1 << 30}, {"T", 1 << 40}, {"P", 1 << 50}}
-
-// ParseSize reads a number of bytes: "4096", "4k", "64M", "1GiB". Units are
-// powers of 1024, large or small letters, with or without "B" or "iB".
-func ParseSize(s string) (int64, error) {
-	t := strings.ToUpper(strings.TrimSpace(s))
-	factor := int64(1)
-	u := strings.TrimLeft(t, "0123456789.")
-	num := t[:len(t)-len(u)]
-	if u != "" && u != "B" {
-		factor = 0
-		for _, x := range units {
-			if u == x.suffix || u == x.suffix+"B" || u == x.suffix+"IB" {
-				factor = x.factor
-			}
-		}
-	}
-	n, err := strconv.ParseInt(num, 10, 64)
-	if err != nil || factor == 0 || n > math.MaxInt64/factor {
-		return 0, fmt.Errorf("%q is no size: write a whole number and a unit, as in 4k, 64M, 1GiB", s)
-	}
-	return n * factor, nil
-}
 
 // FormatSize writes a number of bytes with the largest unit that keeps it exact
 // to three digits: "64 MiB", "1.5 GiB", "513 B".
@@ -60,7 +38,7 @@ type Size int64
 
 // UnmarshalText reads a size.
 func (s *Size) UnmarshalText(b []byte) error {
-	n, err := ParseSize(string(b))
+	n, err := blockdev.ParseSize(string(b))
 	*s = Size(n)
 	return err
 }

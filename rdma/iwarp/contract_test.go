@@ -1,0 +1,31 @@
+package iwarp
+
+import (
+	"testing"
+
+	"rdblk/rdma"
+	"rdblk/rdma/rdmatest"
+)
+
+func TestContract(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		cfg  Config
+	}{
+		{"plain", Config{}},
+		{"CRC", Config{CRC: CRCOn}},
+		{"siw care", Config{CRC: CRCOn, PlainFlags: true}},
+		{"small FPDUs", Config{MaxFPDU: 256}},
+		{"peer to peer", Config{PeerToPeer: true}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			rdmatest.Run(t, func(t testing.TB) rdma.Provider {
+				p, err := New(c.cfg)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return p
+			})
+		})
+	}
+}

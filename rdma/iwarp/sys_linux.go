@@ -1,0 +1,127 @@
+package iwarp
+
+import (
+	"net"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// The calls of the data path. They are made on non-blocking descriptors and
+// return at once, so they go without the scheduler's bookkeeping (RawSyscall).
+
+func sysRecv(fd int, p []byte) (int, unix.Errno) {
+	for {
+		n, _, e := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)), unix.MSG_DONTWAIT, 0, 0)
+		if e != unix.EINTR {
+			return int(n), e
+		}
+	}
+}
+
+func sysRecvmsg(fd int, m *unix.Msghdr) (int, unix.Errno) {
+	for {
+		n, _, e := unix.RawSyscall(unix.SYS_RECVMSG, uintptr(fd), uintptr(unsafe.Pointer(m)), unix.MSG_DONTWAIT)
+		if e != unix.EINTR {
+			return int(n), e
+		}
+	}
+}
+
+func sysSend(fd int, p *byte, n int, flags uintptr) (int, unix.Errno) {
+	for {
+		n, _, e := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(p)), uintptr(n), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL|flags, 0, 0)
+		if e != unix.EINTR {
+			return int(n), e
+		}
+	}
+}
+
+func sysSendmsg(fd int, m *unix.Msghdr, flags uintptr) (int, unix.Errno) {
+	for {
+		n, _, e := unix.RawSyscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(m)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL|flags)
+		if e != unix.EINTR {
+			return int(n), e
+		}
+	}
+}
+
+func sysEpollNow(epfd int, ev []unix.EpollEvent) int {
+	n, _, e := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(epfd), uintptr(unsafe.Pointer(&ev[0])), uintptr(len(ev)), 0, 0, 0)
+	if e != 0 {
+		return 0
+	}
+	return int(n)
+}
+
+// addrPointer turns the address in an SGE of inline data back into a pointer. The
+// memory is the caller's and stays where it is for the length of the call: it
+// is either outside the Go heap or held by the caller.
+func addrPointer(addr uint64) unsafe.Pointer {
+	p := uintptr(addr)
+	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
+}
+
+func addrOf(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
+
+// dupConn takes the socket out of the hands of package net: a duplicate of the
+// non-blocking descriptor, then the original is closed.
+func dupConn(nc *net.TCPConn) (int, error) {
+	rc, err := nc.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	fd := -1
+	var derr error
+	if err := rc.Control(func(s uintptr) {
+		fd, derr = unix.FcntlInt(s, unix.F_DUPFD_CLOEXEC, 0)
+	}); err != nil {
+		return -1, err
+	}
+	if derr != nil {
+		return -1, derr
+	}
+	nc.Close()
+	return fd, nil
+}
+
+// tune sets what every connection wants: no delay of small segments, and an end
+// for peers that went away silently.
+func tune(fd int, userTimeout time.Duration) {
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1)
+	if userTimeout <= 0 {
+		return
+	}
+	sec := max(int(userTimeout/time.Second), 1)
+	probe := max(sec/4, 1)
+	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1)
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, probe)
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, probe)
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_KEEPCNT, 3)
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(userTimeout/time.Millisecond))
+}
+
+func setBuffers(fd, snd, rcv int) {
+	if snd > 0 {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, snd)
+	}
+	if rcv > 0 {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, rcv)
+	}
+}
+
+// segmentSize is TCP's current segment payload (EMSS).
+func segmentSize(fd int) int {
+	n, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_MAXSEG)
+	if err != nil || n < minEMSS {
+		return minEMSS
+	}
+	return n
+}
+
+// abort closes with a reset: what the send queue holds is thrown away.
+func abort(fd int) {
+	unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+	unix.Close(fd)
+}

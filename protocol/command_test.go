@@ -611,4 +611,3 @@ func collect[T any](seq func(func(T) bool)) []T {
 	seq(func(v T) bool { all = append(all, v); return true })
 	return all
 }
-

@@ -1,0 +1,76 @@
+// Package target is the serving side of NVMe over Fabrics on RDMA: it gives
+// block devices to hosts as namespaces of one subsystem.
+//
+// It implements the fabrics target as Linux hosts, SPDK and this project's own
+// initiator expect it: dynamic controllers, admin and I/O queues, the NVM
+// command set, a discovery subsystem, a host allow list, keep-alive,
+// asynchronous events. The wire formats are package protocol's, the connections
+// package rdma's, the storage package blockdev's. There is no authentication.
+//
+// # Shape
+//
+// The files follow the split of the Linux target: target.go (life cycle),
+// listener.go (connection requests), subsystem.go, namespace.go, controller.go
+// (associations), keepalive.go, fabrics.go, admin.go, identify.go, features.go,
+// logs.go, aer.go, discovery.go, access.go (who may connect), io.go (the NVM
+// commands), and the transport side: lane.go (workers and their memory),
+// queue.go (a queue pair's life) and rdma.go (capsules, transfers, credits).
+//
+// # Threads
+//
+// Every I/O queue lives on one of Config.Workers I/O workers, the least loaded
+// one at the time it connects. The queue pair, its completion queue, its
+// requests, and the data buffers of the worker have that one owner: an I/O runs
+// from capsule to response without a lock, a goroutine hop or an allocation
+// (storage that has to wait is the exception: package blockdev takes it to an
+// executor goroutine and back). All admin queues, of discovery controllers too,
+// live on one more worker that never polls and never runs a back end, so that no
+// amount of I/O can delay a Keep Alive. What may block (flush at shutdown, the
+// fencing of an old association, registration of memory) runs on goroutines of
+// its own.
+//
+// Locks, in the order in which they may be taken: Target.mu (controllers,
+// listeners, hosts, namespaces), controller.mu (queues, state, error log),
+// lane.mu (devices). None is held while anything blocks, none is taken on the
+// path of an I/O that succeeds.
+//
+// # A request
+//
+// Each queue has a fixed set of request contexts; see requestState for the
+// states and the order they come in. The command is copied out of the receive
+// buffer, so the peer's next message cannot change it. A receive buffer is
+// posted again just before the response is (with in-capsule data it has been the
+// write's source until then), so a peer that exceeds its queue depth meets an
+// empty receive queue and nothing grows. A request that finds no buffer, no room
+// in the send queue or no read credit waits in a named, counted state, first
+// come first served. Nothing fails for want of memory.
+//
+// # Buffers
+//
+// Data moves through one arena per worker, mapped and registered once
+// (Config.BufferMemory). A buffer belongs to exactly one request, and to the
+// back end or the NIC as long as either may touch it: it returns to the arena
+// when the completion of the response has been polled, or, when the connection
+// dies, after the queue pair is destroyed and the back end has answered. A write
+// is executed only after its RDMA Read completed with success.
+//
+// Memory is bounded by Config: per worker BufferMemory; per queue its depth
+// times (64 + InCapsule) bytes of receive buffers plus about 0.6 KiB per request
+// context; at most MaxQueues queues of which at most MaxPending have not
+// completed a Connect.
+//
+// # An association
+//
+// A controller and its queues are one unit. Loss of the admin queue, keep-alive
+// expiry and a broken protocol end all of it. A new admin Connect of the same
+// host over the same path (HOSTNQN, HOSTID, SUBNQN, listener address, remote IP)
+// means that the host lost the old association: the old one is torn down and
+// everything it handed to the back end has ended before the Connect is answered,
+// so that a late write cannot land on top of what the host does next.
+//
+// # What it does not do
+//
+// It reads no configuration, environment or signals, exports no metrics (Stats
+// and Status return what cmd turns into them), and does not close the devices it
+// serves.
+package target

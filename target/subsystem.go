@@ -1,0 +1,62 @@
+package target
+
+import (
+	"sync/atomic"
+
+	"rdblk/protocol"
+)
+
+// subsystem is what a host connects to by its NQN: the one with the namespaces,
+// or the discovery subsystem.
+type subsystem struct {
+	nqn       string
+	discovery bool
+
+	ns atomic.Pointer[nsTable] // replaced as a whole under Target.mu
+
+	// Target.mu.
+	controllers map[uint16]*controller
+	lastID      uint16
+}
+
+func newSubsystem(nqn string, discovery bool) *subsystem {
+	s := &subsystem{nqn: nqn, discovery: discovery, controllers: map[uint16]*controller{}}
+	s.ns.Store(&nsTable{})
+	return s
+}
+
+// nsTable has namespace n at index n-1; nil where there is none.
+type nsTable []*namespace
+
+func (t nsTable) get(nsid uint32) *namespace {
+	if nsid-1 < uint32(len(t)) { // 0 wraps around
+		return t[nsid-1]
+	}
+	return nil
+}
+
+// with returns a copy of t in which ns has the identifier.
+func (t nsTable) with(nsid uint32, ns *namespace) nsTable {
+	n := make(nsTable, max(len(t), int(nsid)))
+	copy(n, t)
+	n[nsid-1] = ns
+	return n
+}
+
+const maxCNTLID = protocol.MaxCNTLID
+
+// newID takes the next controller identifier that is free. Going round keeps a
+// late I/O Connect of an old association from meeting a new one. Target.mu is held.
+func (s *subsystem) newID() (uint16, bool) {
+	id := s.lastID
+	for range maxCNTLID {
+		if id++; id > maxCNTLID {
+			id = 1
+		}
+		if s.controllers[id] == nil {
+			s.lastID = id
+			return id, true
+		}
+	}
+	return 0, false
+}

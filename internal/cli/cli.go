@@ -14,6 +14,7 @@ import (
 	"io"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/spf13/pflag"
 )
@@ -24,6 +25,9 @@ const (
 	ExitFailed = 1 // the work failed
 	ExitUsage  = 2 // wrong command line or configuration; nothing was done
 )
+
+// SecondSignal is how long after the first order to stop another one is taken for the same.
+const SecondSignal = 300 * time.Millisecond
 
 // Env is the world that a command sees.
 type Env struct {

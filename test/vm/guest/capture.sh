@@ -15,7 +15,7 @@ modprobe nvme-rdma
 id=(--hostnqn nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff --hostid 00112233-4455-6677-8899-aabbccddeeff)
 timeout 60 nvme discover -t rdma -a $SIW -s 4420 "${id[@]}"
 nvme_connect $SIW $nqn -i 1 -Q 32 -k 2 "${id[@]}"
-head -c 262144 /dev/urandom >/run/data
+seq -w 1000000 | head -c 262144 >/run/data || true # seq: broken pipe
 dd if=/run/data of=$NVME bs=4096 count=1 oflag=direct status=none       # in the capsule
 dd if=/run/data of=$NVME bs=131072 count=1 seek=1 oflag=direct status=none # by RDMA Read
 dd if=$NVME of=/run/back bs=4096 count=1 iflag=direct status=none
@@ -26,7 +26,7 @@ nvme flush $NVME -n 1
 blkdiscard -o 1048576 -l 65536 $NVME
 blkdiscard -z -o 2097152 -l 65536 $NVME
 nvme smart-log $NVME >/dev/null
-nvme read $NVME -s 131072 -c 7 -z 4096 >/dev/null 2>&1 && die "a read beyond the end went through" || true
+nvme read $NVME -s 131072 -c 0 -z 512 >/dev/null 2>&1 && die "a read beyond the end went through" || true
 sleep 3 # a keep-alive
 nvme_disconnect $nqn
 capture_stop

@@ -1,0 +1,406 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/netip"
+	"os"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"rdblk/blockdev"
+	"rdblk/internal/cli"
+	"rdblk/internal/config"
+	"rdblk/internal/control"
+	"rdblk/internal/metrics"
+	"rdblk/rdma/iwarp"
+	"rdblk/target"
+
+	"golang.org/x/sys/unix"
+)
+
+const serveHelp = `Serves each PATH (a file, a block device, mem:SIZE or null:SIZE) as a namespace of one NVMe
+subsystem and stays in the foreground. One line is printed when it is ready to be attached.
+
+On the loopback interface any host may connect. On other addresses somebody must be named with
+--host, or --allow-any-host given: there is no encryption and no other authentication.
+
+SIGTERM and SIGINT drain: running commands are answered, the devices flushed, and the program ends
+within --shutdown-timeout; a second one cuts. SIGHUP takes over what a device has grown by and reads
+hosts and allow_any_host of the --config file again. SIGUSR1 writes the state to the log.`
+
+func newServeCommand(env *cli.Env) *cli.Command {
+	d := defaultSettings()
+	fs := cli.NewFlagSet("serve")
+	fs.StringArray("listen", d.Listen, "`ADDR:PORT` to listen on; may be repeated")
+	fs.String("provider", d.Provider, "RDMA `provider`: auto, iwarp (software NIC) or verbs (not in this release)")
+	fs.String("nqn", "", "`NQN` of the subsystem (default nqn.2026-11.io.rdblk:HOSTNAME:BASENAME)")
+	fs.StringArray("host", nil, "`NQN` of a host that may connect; may be repeated")
+	fs.Bool("allow-any-host", false, "let every host connect")
+	cfgFile := fs.String("config", env.Getenv(envPrefix+"CONFIG"), "read settings from `FILE`")
+	fs.String("http", "", "serve /metrics, /status and /healthz on `ADDR:PORT`")
+	fs.Bool("pprof", false, "also serve Go's profiler at /debug/pprof/ there")
+	readOnly := fs.Bool("read-only", false, "serve all devices read-only")
+	fs.Int("workers", d.Workers, "I/O worker threads (default one per processor)")
+	fs.String("name", "", "`name` in 'rdtarget status' (default the NQN's last part)")
+	fs.String("run-dir", "", "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
+	fs.Duration("shutdown-timeout", d.ShutdownTimeout, "longest time to drain")
+	fs.String("log-level", d.Log.Level, "log from this `level` on: debug, info, warn, error")
+	fs.String("log-format", d.Log.Format, "log as text or json")
+	keys := map[string]string{
+		"listen": "listen", "provider": "provider", "nqn": "nqn", "host": "hosts", "allow-any-host": "allow_any_host", "http": "http",
+		"pprof": "pprof", "workers": "workers", "name": "name", "run-dir": "run_dir", "shutdown-timeout": "shutdown_timeout",
+		"log-level": "log.level", "log-format": "log.format",
+	}
+	return &cli.Command{
+		Name: "serve", Args: "[flags] [PATH | mem:SIZE | null:SIZE]...", Short: "serve files, disks or memory", Long: serveHelp, Flags: fs,
+		Run: func(ctx context.Context, args []string) error {
+			load := func() (*settings, error) {
+				s := defaultSettings()
+				src := config.Source{Prefix: envPrefix, Environ: env.Environ, File: *cfgFile, Flags: fs, Keys: keys, Set: map[string]any{}}
+				if len(args) > 0 {
+					src.Set["namespaces"] = args
+				}
+				if err := config.Load(s, src); err != nil {
+					return nil, cli.Usage(err)
+				}
+				if len(s.Namespaces) == 0 {
+					return nil, cli.Usagef("there is nothing to serve: name a file, a block device, mem:SIZE or null:SIZE")
+				}
+				s.numberNamespaces()
+				for i := range s.Namespaces {
+					s.Namespaces[i].ReadOnly = s.Namespaces[i].ReadOnly || *readOnly
+				}
+				if s.NQN == "" {
+					host, _ := os.Hostname()
+					s.NQN = s.defaultNQN(host)
+				}
+				return s, nil
+			}
+			s, err := load()
+			if err != nil {
+				return err
+			}
+			return serve(ctx, env, s, load)
+		},
+	}
+}
+
+// A server is one run of serve.
+type server struct {
+	env   *cli.Env
+	log   *slog.Logger
+	s     *settings
+	load  func() (*settings, error) // reads the settings again
+	addrs []netip.AddrPort          // as configured
+	bound []netip.AddrPort          // as bound, port 0 filled in
+
+	devs     []blockdev.Device
+	target   *target.Target
+	provider *iwarp.Provider
+	entry    *control.Entry
+	http     *metrics.Server
+	started  time.Time
+	draining atomic.Bool
+}
+
+func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*settings, error)) (err error) {
+	log, err := cli.NewLogger(env.Stderr, s.Log.Level, s.Log.Format)
+	if err != nil {
+		return cli.Usage(err)
+	}
+	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode()})
+	if err != nil {
+		return err
+	}
+	sv := &server{env: env, log: log, s: s, load: load, provider: nic, started: time.Now()}
+	if sv.addrs, err = s.listenAddrs(ctx); err != nil {
+		return err
+	}
+	if s.Workers == 0 {
+		s.Workers = runtime.NumCPU()
+	}
+	defer needProcs(s.Workers + 2)()
+
+	// Whatever happens from here on, what was opened is closed, the newest first.
+	var closers []func()
+	defer func() {
+		for i := len(closers) - 1; i >= 0; i-- {
+			closers[i]()
+		}
+	}()
+	closer := func(f func()) { closers = append(closers, f) }
+
+	if err := sv.open(closer); err != nil {
+		return err
+	}
+	name, unique := s.Name, s.Name != ""
+	if !unique {
+		name = control.CleanName(s.NQN[strings.LastIndexByte(s.NQN, ':')+1:])
+	}
+	dir := s.RunDir
+	if dir == "" {
+		dir = control.DefaultDir(env.Getenv)
+	}
+	if sv.entry, err = control.Register(dir, "rdtarget", name, unique); err != nil {
+		return err
+	}
+	closer(func() { sv.entry.Close() })
+	if s.HTTP != "" {
+		sv.http, err = metrics.Listen(s.HTTP, metrics.Config{
+			Registry: metrics.Registry("rdtarget_", sv.collect), Status: func() any { return sv.status() },
+			Healthy: sv.healthy, Pprof: s.Pprof, Log: log,
+		})
+		if err != nil {
+			return err
+		}
+		closer(sv.http.Close)
+		log.Info("http endpoint", "addr", sv.http.Addr.String(), "pprof", s.Pprof)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) { control.WriteJSON(w, sv.status()) })
+	sv.entry.Serve(mux, log)
+
+	// Listening comes last: whoever connects finds everything in place.
+	if err := sv.listen(); err != nil {
+		return err
+	}
+	env.Printf("rdtarget: serving %s on %s (%s): %s\n", s.NQN, joinAddrs(sv.bound), providerName, sv.contents())
+	if err := env.Notify("READY=1", "STATUS=serving "+s.NQN); err != nil {
+		log.Warn("service manager", "err", err)
+	}
+	sv.wait(ctx)
+	return sv.shutdown()
+}
+
+// needProcs raises GOMAXPROCS to n: a worker that looks for work politely keeps
+// its P, and what is not a worker (admin queue, timers, metrics) needs one as well.
+// It returns the undoing, for tests.
+func needProcs(n int) (undo func()) {
+	old := runtime.GOMAXPROCS(0)
+	if old >= n {
+		return func() {}
+	}
+	runtime.GOMAXPROCS(n)
+	return func() { runtime.GOMAXPROCS(old) }
+}
+
+// open opens the devices and makes the target of them.
+func (sv *server) open(closer func(func())) error {
+	c := sv.s.targetConfig()
+	c.Logger = sv.log
+	c.Hosts, c.AllowAnyHost = sv.s.hostsInForce(sv.addrs)
+	t, err := target.New(c)
+	if err != nil {
+		return err
+	}
+	sv.target = t
+	idle := true
+	closer(func() { idle = t.Close() == nil })
+	for _, n := range sv.s.Namespaces {
+		d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log})
+		if err != nil {
+			return fmt.Errorf("open %s: %w", n.Path, err)
+		}
+		closer(func() {
+			if idle { // else the target still waits for it, and so would Close
+				d.Close()
+			}
+		})
+		sv.devs = append(sv.devs, d)
+		if _, err := t.AddNamespace(n.NSID, d); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// providerName is the only provider of this release.
+const providerName = "iwarp"
+
+func (sv *server) listen() error {
+	for _, a := range sv.addrs {
+		b, err := sv.target.Listen(sv.provider, a)
+		if err != nil {
+			if errors.Is(err, unix.EADDRINUSE) {
+				err = fmt.Errorf("%w (another rdtarget? see 'rdtarget status', or choose another port with --listen)", err)
+			}
+			return err
+		}
+		sv.bound = append(sv.bound, b)
+	}
+	return nil
+}
+
+// contents says in a few words what is served.
+func (sv *server) contents() string {
+	var size int64
+	for _, d := range sv.devs {
+		size += d.Info().Size
+	}
+	return counted(len(sv.devs), "namespace") + ", " + config.FormatSize(size)
+}
+
+// wait handles signals until one of them, or ctx, says to stop.
+func (sv *server) wait(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case sig := <-sv.env.Signals:
+			switch sig {
+			case unix.SIGHUP:
+				sv.env.Notify(cli.Reloading()...)
+				sv.reload()
+				sv.env.Notify("READY=1")
+			case unix.SIGUSR1:
+				sv.dump()
+			default:
+				sv.log.Info("stopping", "signal", sig.String())
+				return
+			}
+		}
+	}
+}
+
+// reload takes over grown devices and the list of hosts.
+func (sv *server) reload() {
+	if err := sv.target.Refresh(); err != nil {
+		sv.log.Error("sizes of the devices", "err", err)
+	}
+	s, err := sv.load()
+	if err != nil {
+		sv.log.Error("configuration is not taken over", "err", err)
+		return
+	}
+	if _, err := s.listenAddrs(context.Background()); err != nil {
+		sv.log.Error("configuration is not taken over", "err", err)
+		return
+	}
+	s.Workers = sv.s.Workers
+	var later []string
+	for _, key := range config.Changed(sv.s, s) {
+		if key != "hosts" && key != "allow_any_host" {
+			later = append(later, key)
+		}
+	}
+	if len(later) > 0 {
+		sv.log.Warn("these settings changed and need a restart", "settings", strings.Join(later, " "))
+	}
+	hosts, any := s.hostsInForce(sv.addrs)
+	if err := sv.target.SetHosts(hosts, any); err != nil {
+		sv.log.Error("list of hosts is not taken over", "err", err)
+		return
+	}
+	sv.s.Hosts, sv.s.AllowAnyHost = s.Hosts, s.AllowAnyHost
+	sv.log.Info("reloaded", "hosts", len(hosts), "any", any)
+}
+
+// dump writes the whole state to the log.
+func (sv *server) dump() {
+	b, err := json.Marshal(sv.status())
+	if err != nil {
+		sv.log.Error("dump", "err", err)
+		return
+	}
+	sv.log.Info("state", "status", string(b), "goroutines", runtime.NumGoroutine())
+}
+
+func (sv *server) healthy() error {
+	if sv.draining.Load() {
+		return errors.New("draining")
+	}
+	return nil
+}
+
+// shutdown drains for at most ShutdownTimeout; another signal to stop cuts it short.
+func (sv *server) shutdown() error {
+	sv.draining.Store(true)
+	sv.env.Notify("STOPPING=1")
+	timeout, stopTimer := context.WithTimeout(context.Background(), sv.s.ShutdownTimeout)
+	defer stopTimer()
+	ctx, cancel := context.WithCancelCause(timeout)
+	defer cancel(nil)
+	// A target that has to be cut still waits up to 5 s for its storage; that is part of the time there is.
+	drain, cancelDrain := context.WithTimeout(ctx, max(sv.s.ShutdownTimeout-5*time.Second, sv.s.ShutdownTimeout/2))
+	defer cancelDrain()
+	done := make(chan struct{})
+	defer close(done)
+	start := time.Now()
+	go func() {
+		for {
+			select {
+			case sig := <-sv.env.Signals:
+				// A process group and its parent are often told at once, so that one order comes twice.
+				if (sig == unix.SIGTERM || sig == unix.SIGINT) && time.Since(start) > cli.SecondSignal {
+					sv.log.Warn("second signal: cutting", "signal", sig.String())
+					cancel(fmt.Errorf("cut short by a second signal (%v)", sig))
+					return
+				}
+			case <-done:
+				return
+			}
+		}
+	}()
+	if err := sv.target.Shutdown(drain); err != nil {
+		return fmt.Errorf("shut down: %w", err)
+	}
+	drained := time.Since(start)
+	// What hosts wrote and did not flush goes to stable storage too: nobody is left to ask for it.
+	if err := sv.flush(ctx); err != nil {
+		return fmt.Errorf("shut down: %w", err)
+	}
+	sv.log.Info("stopped", "drained_in", drained.Round(time.Millisecond), "flushed_in", (time.Since(start) - drained).Round(time.Millisecond))
+	return nil
+}
+
+// flush flushes all devices at once and waits no longer than ctx.
+func (sv *server) flush(ctx context.Context) error {
+	type result struct {
+		dev string
+		err error
+	}
+	results := make(chan result, len(sv.devs))
+	n := 0
+	for _, d := range sv.devs {
+		if info := d.Info(); !info.ReadOnly {
+			n++
+			go func() { results <- result{info.Name, d.Flush()} }()
+		}
+	}
+	var errs []error
+	for range n {
+		select {
+		case r := <-results:
+			if r.err != nil {
+				errs = append(errs, fmt.Errorf("flush %s: %w", r.dev, r.err))
+			}
+		case <-ctx.Done():
+			return errors.Join(append(errs, fmt.Errorf("flush: no answer from the storage: %w", context.Cause(ctx)))...)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func joinAddrs(list []netip.AddrPort) string {
+	var s []string
+	for _, a := range list {
+		s = append(s, a.String())
+	}
+	return joinWords(s)
+}
+
+func joinWords(list []string) string { return strings.Join(list, ", ") }
+
+func counted(n int, noun string) string {
+	if n == 1 {
+		return "1 " + noun
+	}
+	return fmt.Sprintf("%d %ss", n, noun)
+}

@@ -1,0 +1,360 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"rdblk/blockdev"
+	"rdblk/internal/cli"
+	"rdblk/internal/config"
+	"rdblk/internal/control"
+	"rdblk/protocol"
+	"rdblk/rdma/iwarp"
+	"rdblk/target"
+)
+
+// envPrefix is what the program's environment variables begin with.
+const envPrefix = "RDTARGET_"
+
+// settings is everything that can be set; docs/operating.md and
+// configs/rdtarget.yaml describe each, and tests hold them to this struct.
+type settings struct {
+	Listen       []string    `mapstructure:"listen"`
+	Provider     string      `mapstructure:"provider"`
+	CRC          string      `mapstructure:"crc"`
+	NQN          string      `mapstructure:"nqn"`
+	Serial       string      `mapstructure:"serial"`
+	Hosts        []string    `mapstructure:"hosts"`
+	AllowAnyHost bool        `mapstructure:"allow_any_host"`
+	Namespaces   []namespace `mapstructure:"namespaces"`
+
+	Name            string        `mapstructure:"name"`
+	RunDir          string        `mapstructure:"run_dir"`
+	HTTP            string        `mapstructure:"http"`
+	Pprof           bool          `mapstructure:"pprof"`
+	ShutdownTimeout time.Duration `mapstructure:"shutdown_timeout"`
+	Log             struct {
+		Level  string `mapstructure:"level"`
+		Format string `mapstructure:"format"`
+	} `mapstructure:"log"`
+
+	Workers      int           `mapstructure:"workers"`
+	PinCPUs      []int         `mapstructure:"pin_cpus"`
+	Polling      string        `mapstructure:"polling"`
+	MaxPoll      time.Duration `mapstructure:"max_poll"`
+	BufferMemory config.Size   `mapstructure:"buffer_memory"`
+	QueueDepth   int           `mapstructure:"queue_depth"`
+	InCapsule    config.Size   `mapstructure:"in_capsule"`
+	MaxIO        config.Size   `mapstructure:"max_io"`
+	ReadDepth    int           `mapstructure:"read_depth"`
+	Executors    int           `mapstructure:"executors"`
+
+	MaxControllers         int `mapstructure:"max_controllers"`
+	MaxQueuesPerController int `mapstructure:"max_queues_per_controller"`
+	MaxQueues              int `mapstructure:"max_queues"`
+	MaxPending             int `mapstructure:"max_pending"`
+
+	AcceptTimeout      time.Duration `mapstructure:"accept_timeout"`
+	ConnectTimeout     time.Duration `mapstructure:"connect_timeout"`
+	AssociationTimeout time.Duration `mapstructure:"association_timeout"`
+	DiscoveryTimeout   time.Duration `mapstructure:"discovery_timeout"`
+	FenceTimeout       time.Duration `mapstructure:"fence_timeout"`
+}
+
+// A namespace is one device to serve. In a file it is a path, or a map with these keys.
+type namespace struct {
+	Path      string      `mapstructure:"path"` // file, block device, mem:SIZE, null:SIZE
+	NSID      uint32      `mapstructure:"nsid"` // 0: the next free one, in order
+	ReadOnly  bool        `mapstructure:"read_only"`
+	Direct    bool        `mapstructure:"direct"`
+	BlockSize config.Size `mapstructure:"block_size"`
+}
+
+// UnmarshalText makes a namespace of a path alone.
+func (n *namespace) UnmarshalText(b []byte) error {
+	n.Path = string(b)
+	return nil
+}
+
+func defaultSettings() *settings {
+	s := &settings{
+		Listen:          []string{fmt.Sprintf("127.0.0.1:%d", cli.DefaultPort)},
+		Provider:        "auto",
+		CRC:             "auto",
+		ShutdownTimeout: 10 * time.Second,
+
+		Polling:      "adaptive",
+		MaxPoll:      50 * time.Microsecond,
+		BufferMemory: 64 << 20,
+		QueueDepth:   128,
+		InCapsule:    4 << 10,
+		MaxIO:        1 << 20,
+		ReadDepth:    128,
+
+		MaxControllers:         256,
+		MaxQueuesPerController: 128,
+		MaxQueues:              4096,
+		MaxPending:             1024,
+
+		AcceptTimeout:      10 * time.Second,
+		ConnectTimeout:     30 * time.Second,
+		AssociationTimeout: 2 * time.Minute,
+		DiscoveryTimeout:   2 * time.Minute,
+		FenceTimeout:       5 * time.Second,
+	}
+	s.Log.Level, s.Log.Format = "info", "text"
+	return s
+}
+
+// Validate returns all problems that show without touching the machine, each
+// with the setting's name in front.
+func (s *settings) Validate() error {
+	var errs []error
+	bad := func(key, format string, a ...any) {
+		errs = append(errs, fmt.Errorf("%s: %s", key, fmt.Sprintf(format, a...)))
+	}
+	if len(s.Listen) == 0 {
+		bad("listen", "there is no address")
+	}
+	for _, l := range s.Listen {
+		if _, _, err := cli.SplitAddr(l, cli.DefaultPort); err != nil {
+			bad("listen", "%v", err)
+		}
+	}
+	switch s.Provider {
+	case "auto", "iwarp":
+	case "verbs":
+		bad("provider", "verbs (RDMA hardware) is not in this release; use auto or iwarp, the software NIC")
+	default:
+		bad("provider", "%q is none of auto, iwarp, verbs", s.Provider)
+	}
+	if s.NQN != "" {
+		if err := protocol.ValidateNQN(s.NQN); err != nil {
+			bad("nqn", "%v", err)
+		}
+	}
+	ids := map[uint32]bool{}
+	for i, n := range s.Namespaces {
+		if n.Path == "" {
+			bad(fmt.Sprintf("namespaces[%d].path", i), "it is empty")
+		}
+		if n.NSID > target.MaxNamespaces {
+			bad(fmt.Sprintf("namespaces[%d].nsid", i), "%d is above %d", n.NSID, target.MaxNamespaces)
+		}
+		if n.NSID != 0 && ids[n.NSID] {
+			bad(fmt.Sprintf("namespaces[%d].nsid", i), "%d is used twice", n.NSID)
+		}
+		ids[n.NSID] = true
+		if b := n.BlockSize; b != 0 && (b < 512 || b > 64<<10 || b&(b-1) != 0) {
+			bad(fmt.Sprintf("namespaces[%d].block_size", i), "%v is not a power of two between 512 and 64K", b)
+		}
+	}
+	if len(s.Namespaces) > target.MaxNamespaces {
+		bad("namespaces", "%d are more than %d", len(s.Namespaces), target.MaxNamespaces)
+	}
+	switch s.CRC {
+	case "auto", "on", "off":
+	default:
+		bad("crc", "%q is none of auto, on, off", s.CRC)
+	}
+	if s.Name != "" {
+		if err := control.CheckName(s.Name); err != nil {
+			bad("name", "%v", err)
+		}
+	}
+	if s.RunDir != "" && !filepath.IsAbs(s.RunDir) {
+		bad("run_dir", "%q is not an absolute path", s.RunDir)
+	}
+	if s.HTTP != "" {
+		if _, port, err := cli.SplitAddr(s.HTTP, 0); err != nil {
+			bad("http", "%v", err)
+		} else if port == 0 && !strings.HasSuffix(s.HTTP, ":0") {
+			bad("http", "%q has no port; write ADDR:PORT", s.HTTP)
+		}
+	}
+	if s.ShutdownTimeout <= 0 {
+		bad("shutdown_timeout", "%v is not positive", s.ShutdownTimeout)
+	}
+	if err := cli.CheckLog(s.Log.Level, s.Log.Format); err != nil {
+		errs = append(errs, fmt.Errorf("log.%w", err))
+	}
+	switch s.Polling {
+	case "adaptive", "busy", "never":
+	default:
+		bad("polling", "%q is none of adaptive, busy, never", s.Polling)
+	}
+	for key, v := range map[string]int64{
+		"queue_depth": int64(s.QueueDepth), "max_io": int64(s.MaxIO), "buffer_memory": int64(s.BufferMemory),
+		"read_depth": int64(s.ReadDepth), "max_controllers": int64(s.MaxControllers), "max_queues": int64(s.MaxQueues),
+		"max_queues_per_controller": int64(s.MaxQueuesPerController), "max_pending": int64(s.MaxPending),
+		"accept_timeout": int64(s.AcceptTimeout), "connect_timeout": int64(s.ConnectTimeout),
+		"association_timeout": int64(s.AssociationTimeout), "discovery_timeout": int64(s.DiscoveryTimeout),
+		"fence_timeout": int64(s.FenceTimeout), "max_poll": int64(s.MaxPoll),
+	} {
+		if v <= 0 { // zero would mean "default" to the library
+			bad(key, "it must be positive")
+		}
+	}
+	if s.InCapsule < 0 {
+		bad("in_capsule", "%d is negative", s.InCapsule)
+	}
+	// The library's own rules, in our words for the fields.
+	c := s.targetConfig()
+	if c.NQN == "" {
+		c.NQN = "nqn.2026-11.io.rdblk:checked-later" // made of the first namespace's name when it serves
+	}
+	if err := c.Validate(); err != nil {
+		for line := range strings.SplitSeq(err.Error(), "\n") {
+			field, rest, _ := strings.Cut(line, ": ")
+			key := keyOfField[field]
+			if key == "" {
+				key = field
+			}
+			if e := fmt.Errorf("%s: %s", key, rest); !mentions(errs, key) {
+				errs = append(errs, e)
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func mentions(errs []error, key string) bool {
+	for _, e := range errs {
+		if strings.HasPrefix(e.Error(), key+": ") {
+			return true
+		}
+	}
+	return false
+}
+
+// keyOfField translates the field names in target.Config.Validate.
+var keyOfField = map[string]string{
+	"NQN": "nqn", "Serial": "serial", "Hosts": "hosts", "Workers": "workers", "PinCPUs": "pin_cpus",
+	"QueueDepth": "queue_depth", "InCapsule": "in_capsule", "MaxIO": "max_io", "BufferMemory": "buffer_memory",
+	"Executors": "executors", "ReadDepth": "read_depth", "MaxControllers": "max_controllers",
+	"MaxQueuesPerController": "max_queues_per_controller", "MaxQueues": "max_queues", "MaxPending": "max_pending",
+	"AcceptTimeout": "accept_timeout", "ConnectTimeout": "connect_timeout", "AssociationTimeout": "association_timeout",
+	"DiscoveryTimeout": "discovery_timeout", "FenceTimeout": "fence_timeout",
+}
+
+func (s *settings) targetConfig() target.Config {
+	c := target.Config{
+		NQN: s.NQN, Serial: s.Serial, Hosts: s.Hosts, AllowAnyHost: s.AllowAnyHost,
+		Workers: s.Workers, PinCPUs: s.PinCPUs, MaxPoll: s.MaxPoll, BusyPoll: s.Polling == "busy",
+		QueueDepth: s.QueueDepth, InCapsule: int(s.InCapsule), MaxIO: int(s.MaxIO), BufferMemory: int(s.BufferMemory),
+		Executors: s.Executors, ReadDepth: s.ReadDepth,
+		MaxControllers: s.MaxControllers, MaxQueuesPerController: s.MaxQueuesPerController,
+		MaxQueues: s.MaxQueues, MaxPending: s.MaxPending,
+		AcceptTimeout: s.AcceptTimeout, ConnectTimeout: s.ConnectTimeout, AssociationTimeout: s.AssociationTimeout,
+		DiscoveryTimeout: s.DiscoveryTimeout, FenceTimeout: s.FenceTimeout,
+	}
+	if s.Polling == "never" {
+		c.MaxPoll = -1
+	}
+	if s.InCapsule == 0 {
+		c.InCapsule = -1 // the library's way to say none
+	}
+	return c
+}
+
+// numberNamespaces gives every namespace without an identifier the next free one.
+func (s *settings) numberNamespaces() {
+	used := map[uint32]bool{}
+	for _, n := range s.Namespaces {
+		used[n.NSID] = true
+	}
+	next := uint32(1)
+	for i := range s.Namespaces {
+		if s.Namespaces[i].NSID != 0 {
+			continue
+		}
+		for used[next] {
+			next++
+		}
+		s.Namespaces[i].NSID = next
+		used[next] = true
+	}
+}
+
+// defaultNQN is nqn.2026-11.io.rdblk:HOSTNAME:BASENAME of the first namespace.
+func (s *settings) defaultNQN(hostname string) string {
+	base := "disk"
+	if len(s.Namespaces) > 0 {
+		base = s.Namespaces[0].Path
+		if kind, _, ok := strings.Cut(base, ":"); ok && (kind == "mem" || kind == "null") {
+			base = kind
+		}
+		base = filepath.Base(base)
+	}
+	return "nqn.2026-11.io.rdblk:" + control.CleanName(hostname) + ":" + control.CleanName(base)
+}
+
+// listenAddrs resolves the addresses. Anywhere but on loopback somebody must have
+// said who may connect.
+func (s *settings) listenAddrs(ctx context.Context) ([]netip.AddrPort, error) {
+	var list []netip.AddrPort
+	var errs []error
+	for _, l := range s.Listen {
+		a, err := cli.ResolveAddr(ctx, l, cli.DefaultPort)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("listen: %w", err))
+			continue
+		}
+		list = append(list, a)
+		if !a.Addr().IsLoopback() && len(s.Hosts) == 0 && !s.AllowAnyHost {
+			errs = append(errs, cli.Usagef("listen: %s can be reached from other machines, and nothing says who may connect: "+
+				"name the hosts with --host NQN (the attaching machine prints its own with 'rdinit version'), or let in everybody with --allow-any-host", l))
+		}
+	}
+	return list, errors.Join(errs...)
+}
+
+// hostsInForce is the allow list as the target gets it: on loopback alone, and
+// without a list, everybody who can get there may connect.
+func (s *settings) hostsInForce(addrs []netip.AddrPort) (hosts []string, any bool) {
+	loopback := true
+	for _, a := range addrs {
+		loopback = loopback && a.Addr().IsLoopback()
+	}
+	return s.Hosts, s.AllowAnyHost || loopback && len(s.Hosts) == 0
+}
+
+// checkPaths tells which of the namespaces are not there, without opening them.
+func (s *settings) checkPaths() error {
+	var errs []error
+	for i, n := range s.Namespaces {
+		if strings.HasPrefix(n.Path, "mem:") || strings.HasPrefix(n.Path, "null:") {
+			if _, size, _ := strings.Cut(n.Path, ":"); size != "" {
+				if _, err := blockdev.ParseSize(size); err != nil {
+					errs = append(errs, fmt.Errorf("namespaces[%d].path: %w", i, err))
+				}
+			}
+			continue
+		}
+		fi, err := os.Stat(n.Path)
+		if err == nil && !fi.Mode().IsRegular() && (fi.Mode()&os.ModeDevice == 0 || fi.Mode()&os.ModeCharDevice != 0) {
+			err = fmt.Errorf("%s: neither a file nor a block device", n.Path)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("namespaces[%d].path: %w", i, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// crcMode is what the software NIC asks of its peers.
+func (s *settings) crcMode() iwarp.CRCMode {
+	switch s.CRC {
+	case "on":
+		return iwarp.CRCOn
+	case "off":
+		return iwarp.CRCOff
+	}
+	return iwarp.CRCAuto
+}

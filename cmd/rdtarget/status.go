@@ -1,0 +1,134 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"rdblk/internal/cli"
+	"rdblk/internal/config"
+	"rdblk/internal/control"
+	"rdblk/internal/version"
+	"rdblk/target"
+)
+
+// A report is the state of one serving program: the answer at its control socket, at
+// /status of its HTTP endpoint, and an element of what "rdtarget status -o json" prints.
+type report struct {
+	Name      string        `json:"name"`
+	PID       int           `json:"pid"`
+	Version   string        `json:"version"`
+	StartedAt time.Time     `json:"started_at"`
+	State     string        `json:"state"` // serving or draining
+	Provider  string        `json:"provider"`
+	HTTP      string        `json:"http,omitempty"`
+	Target    target.Status `json:"target"`
+}
+
+func (sv *server) status() report {
+	r := report{Name: sv.entry.Name, PID: os.Getpid(), Version: version.String(), StartedAt: sv.started, State: "serving",
+		Provider: providerName, Target: sv.target.Status()}
+	if r.Target.Hosts == nil {
+		r.Target.Hosts = []string{}
+	}
+	if sv.draining.Load() {
+		r.State = "draining"
+	}
+	if sv.http != nil {
+		r.HTTP = sv.http.Addr.String()
+	}
+	return r
+}
+
+func newStatusCommand(env *cli.Env) *cli.Command {
+	fs := cli.NewFlagSet("status")
+	output := fs.StringP("output", "o", "text", "`format` of the output: text or json")
+	dir := fs.String("run-dir", env.Getenv(envPrefix+"RUN_DIR"), "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
+	return &cli.Command{
+		Name: "status", Args: "[flags]", Short: "show what this user serves on this machine", Flags: fs,
+		Long: "Prints the state of every rdtarget of this user: namespaces, hosts, and where they are connected.\n" +
+			"docs/operating.md describes the fields of -o json.",
+		Run: func(ctx context.Context, args []string) error {
+			if len(args) > 0 {
+				return cli.Usagef("unexpected argument %q", args[0])
+			}
+			if *output != "text" && *output != "json" {
+				return cli.Usagef("--output: %q is neither text nor json", *output)
+			}
+			d := *dir
+			if d == "" {
+				d = control.DefaultDir(env.Getenv)
+			}
+			cs, err := control.List(d, "rdtarget")
+			if err != nil {
+				return err
+			}
+			list := []report{}
+			var errs []error
+			for _, c := range cs {
+				var r report
+				ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+				err := c.Get(ctx, "/v1/status", &r)
+				cancel()
+				switch {
+				case errors.Is(err, control.ErrGone):
+				case err != nil:
+					errs = append(errs, err)
+				default:
+					list = append(list, r)
+				}
+			}
+			if *output == "json" {
+				b, err := json.MarshalIndent(list, "", "  ")
+				if err != nil {
+					return err
+				}
+				env.Printf("%s\n", b)
+				return errors.Join(errs...)
+			}
+			for i := range list {
+				if i > 0 {
+					env.Printf("\n")
+				}
+				list[i].print(env)
+			}
+			return errors.Join(errs...)
+		},
+	}
+}
+
+func (r *report) print(env *cli.Env) {
+	t := &r.Target
+	env.Printf("%s\n", r.Name)
+	w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
+	row := func(k, format string, a ...any) { fmt.Fprintf(w, "  %s\t%s\n", k, fmt.Sprintf(format, a...)) }
+	row("subsystem", "%s", t.NQN)
+	row("state", "%s", r.State)
+	row("listening", "%s (%s)", joinWords(t.Listeners), r.Provider)
+	switch {
+	case t.AnyHost:
+		row("hosts", "any")
+	default:
+		row("hosts", "%s", joinWords(t.Hosts))
+	}
+	for _, n := range t.Namespaces {
+		ro := ""
+		if n.ReadOnly {
+			ro = ", read-only"
+		}
+		row("namespace", "%d: %s, %s in blocks of %d bytes%s", n.NSID, n.Device, config.FormatSize(n.Bytes), n.BlockSize, ro)
+	}
+	for _, c := range t.Controllers {
+		kind := counted(c.IOQueues, "queue")
+		if c.Discovery {
+			kind = "discovery"
+		}
+		row("connected", "%q from %s: %s, %s for %s", c.Host, c.Remote, c.State, kind, c.Age)
+	}
+	row("process", "%d, %s, since %s", r.PID, r.Version, r.StartedAt.Format(time.DateTime))
+	w.Flush()
+}

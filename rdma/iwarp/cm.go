@@ -337,7 +337,7 @@ func readReply(nc *net.TCPConn) (mpaFrame, error) {
 
 // refuse sends a Terminate for a Reply that cannot be used.
 func (c *conn) refuse(nc *net.TCPConn, code termCode, crc bool) {
-	c.dev.countTerminate(&TerminateError{Sent: true, Layer: code.layer(), Type: code.etype(), Code: code.code()})
+	c.dev.countTerminate(&TerminateError{Sent: true, Layer: code.layer(), Type: code.etype(), Code: code.code()}, c.RemoteAddr())
 	nc.Write(appendTerminate(nil, code, nil, crc))
 	nc.CloseWrite()
 	c.mu.Lock()
@@ -363,6 +363,8 @@ func (c *conn) establish(a agreed) error {
 	tune(fd, c.dev.cfg.UserTimeout)
 	c.state = connEstablished
 	c.dev.cm.established.Add(1)
+	c.dev.cfg.Logger.Debug("iwarp: connection established", "local", c.local, "peer", c.remote, "qp", c.qp.num,
+		"crc", a.crc, "ird", a.ird, "ord", a.ord, "large_fpdu", a.largeFPDU)
 	c.qp.start(fd, a)
 	return nil
 }
@@ -683,6 +685,7 @@ func (l *listener) run() {
 		if l.pending.Add(1) > int64(l.cfg.MaxPending) {
 			l.pending.Add(-1)
 			l.dev.cm.pendingRefused.Add(1)
+			l.dev.warn("iwarp: too many connections waiting to be set up, one more closed", "peer", nc.RemoteAddr().String(), "limit", l.cfg.MaxPending)
 			nc.SetLinger(0)
 			nc.Close()
 			continue
@@ -715,6 +718,12 @@ func (l *listener) shake(nc *net.TCPConn) {
 	}
 	l.mu.Unlock()
 	l.pending.Add(-1)
+	if !closed {
+		if err == nil {
+			err = errors.New("it wants markers, or has no room for read depths")
+		}
+		l.dev.warn("iwarp: connection refused while it was being set up", "peer", nc.RemoteAddr().String(), "err", err.Error())
+	}
 	switch {
 	case answer != nil && !closed:
 		l.dev.cm.rejected.Add(1)
@@ -722,7 +731,7 @@ func (l *listener) shake(nc *net.TCPConn) {
 		return
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		l.dev.cm.timeouts.Add(1)
-	case err != nil:
+	default:
 		l.dev.cm.failures.Add(1)
 		if errors.Is(err, errFrameExtra) || errors.Is(err, errFrameSize) {
 			nc.SetLinger(0)

@@ -3,6 +3,7 @@ package iwarp
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 )
 
@@ -86,6 +87,11 @@ type Config struct {
 	// SendBuffer and RecvBuffer are the socket buffer sizes in bytes; 0 leaves them to
 	// the kernel's tuning.
 	SendBuffer, RecvBuffer int
+
+	// Logger gets the connection manager's events: established connections at debug
+	// level, Terminates and what strangers do at warning level, at most one line a
+	// second. Default: none.
+	Logger *slog.Logger
 }
 
 func (c Config) withDefaults() Config {
@@ -104,6 +110,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.MaxFPDU == 0 {
 		c.MaxFPDU = maxFPDU
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c
 }

@@ -71,6 +71,28 @@ type device struct {
 
 	cm        cmCounters
 	lingering chan struct{} // one token per socket drained in the background
+
+	logMu      sync.Mutex
+	logLast    time.Time
+	logDropped int
+}
+
+// warn logs what a peer or a stranger can cause: at most one line a second.
+func (d *device) warn(msg string, args ...any) {
+	d.logMu.Lock()
+	if time.Since(d.logLast) < time.Second {
+		d.logDropped++
+		d.logMu.Unlock()
+		return
+	}
+	d.logLast = time.Now()
+	dropped := d.logDropped
+	d.logDropped = 0
+	d.logMu.Unlock()
+	if dropped > 0 {
+		args = append(args, "suppressed", dropped)
+	}
+	d.cfg.Logger.Warn(msg, args...)
 }
 
 func newDevice(cfg Config) *device {

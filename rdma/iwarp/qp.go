@@ -540,7 +540,7 @@ func (q *qp) fail(f failure) {
 	}
 	if f.term != 0 {
 		te := &TerminateError{Sent: true, Layer: f.term.layer(), Type: f.term.etype(), Code: f.term.code(), Detail: f.detail}
-		q.dev.countTerminate(te)
+		q.dev.countTerminate(te, q.conn.RemoteAddr())
 		if f.err == nil {
 			f.err = te
 		}

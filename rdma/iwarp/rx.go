@@ -15,9 +15,10 @@ const (
 	rxStaging    = 64 << 10
 	rxStagingCRC = 4 * maxFPDU // whole FPDUs are staged; room to move the rest seldom
 	rxBudget     = 512 << 10   // bytes per QP and Poll
-	rxDirectMin  = 2 << 10     // the rest of a segment is read directly if it is larger
+	rxDirectMin  = 8 << 10     // the rest of a segment is read directly if it is at least so long
 	rxSlack      = 512         // room behind it for what follows
 	rxSlackMore  = 64          // and if more segments of the message follow
+	rxShort      = 4 << 10     // bytes staged at a time while segments are long
 )
 
 // target is where the payload of the current segment goes.
@@ -33,7 +34,8 @@ const (
 // rxState is the receiver: a staging buffer and the segment it is in.
 type rxState struct {
 	buf  []byte
-	r, w int // bytes between are not looked at yet
+	r, w int  // bytes between are not looked at yet
+	long bool // the last segment with payload was long: stage little, most will be read directly
 
 	// The current segment, while active.
 	active  bool
@@ -122,7 +124,10 @@ func (q *qp) read() (n int, more bool) {
 			r.r = 0
 		}
 		want = len(r.buf) - r.w
-		n, e = sysRecv(q.fd, r.buf[r.w:])
+		if r.long {
+			want = min(want, rxShort)
+		}
+		n, e = sysRecv(q.fd, r.buf[r.w:r.w+want])
 	}
 	switch {
 	case e == unix.EAGAIN:
@@ -269,6 +274,9 @@ func (q *qp) parse() {
 		}
 		if !ok {
 			return
+		}
+		if r.rest > rxShort/8 { // a capsule says nothing
+			r.long = !q.crc && r.rest >= rxDirectMin
 		}
 		r.r += used
 		r.active = true
@@ -606,7 +614,7 @@ func (q *qp) terminated(p []byte) {
 		q.end(rdma.ErrProtocol)
 		return
 	}
-	q.dev.countTerminate(e)
+	q.dev.countTerminate(e, q.conn.RemoteAddr())
 	f := failure{err: e, linger: true}
 	switch {
 	case e.Layer == 0 && e.Code == 9 && e.Type != 0:

@@ -2,6 +2,7 @@ package iwarp
 
 import (
 	"fmt"
+	"net/netip"
 	"sort"
 	"sync/atomic"
 )
@@ -89,7 +90,8 @@ type cmCounters struct {
 	accepted, requests, established, rejected, pendingRefused, timeouts, failures atomic.Uint64
 }
 
-func (d *device) countTerminate(e *TerminateError) {
+func (d *device) countTerminate(e *TerminateError, peer netip.AddrPort) {
+	d.warn("iwarp: connection ended by a Terminate message", "peer", peer, "err", e.Error())
 	d.mu.Lock()
 	d.terms[termKey{e.Sent, e.Layer, e.Type, e.Code}]++
 	d.mu.Unlock()

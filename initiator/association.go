@@ -285,20 +285,32 @@ func (a *association) supervise() {
 }
 
 // stopLanes ends the I/O queues. When it returns nothing the target does on them reaches our
-// memory any more, and every command without an answer is back with its request.
-func (a *association) stopLanes() {
+// memory any more, nothing we posted reaches the target, and every command without an answer is back with
+// its request.
+func (a *association) stopLanes(orderly bool) {
 	for _, q := range a.s.queues {
 		_ = q.w.Call(q.detach)
 	}
 	for _, l := range a.lanes {
-		l.end()
+		l.end(orderly)
 	}
 	a.lanes = nil
 }
 
-// end stops and releases a lane from an ordinary goroutine.
-func (l *lane) end() {
-	_ = l.conn.Disconnect() // for an orderly end on the wire, if it still works
+// partingTime bounds an orderly disconnect.
+const partingTime = time.Second
+
+// end stops and releases a lane from an ordinary goroutine. Without orderly the
+// connection is reset, so that no command that still waits to be sent reaches the target later.
+func (l *lane) end(orderly bool) {
+	if orderly && l.conn.Disconnect() == nil {
+		t := time.NewTimer(partingTime)
+		select {
+		case <-l.conn.Done():
+		case <-t.C:
+		}
+		t.Stop()
+	}
 	_ = l.w.Call(l.stop)
 	l.release()
 }
@@ -307,9 +319,9 @@ func (l *lane) end() {
 // goroutines.
 func (a *association) teardown() {
 	a.cancel(errTornDown)
-	a.stopLanes()
-	if a.ctrl != nil && a.ctrl.lane != nil {
-		a.ctrl.lane.end()
+	a.stopLanes(false)
+	if a.ctrl != nil {
+		a.ctrl.lane.end(false)
 	}
 	a.wg.Wait()
 }
@@ -317,11 +329,13 @@ func (a *association) teardown() {
 // close ends a live association in order: I/O queues first, then CC.SHN, then the
 // admin queue (as Linux does). ctx bounds the wait for the controller.
 func (a *association) close(ctx context.Context) error {
-	a.stopLanes()
+	a.stopLanes(true)
 	err := a.ctrl.shutdown(ctx)
-	if cause := context.Cause(a.ctx); err != nil && cause != nil {
+	if cause := context.Cause(a.ctx); errors.Is(err, errLaneDown) && cause != nil {
 		err = cause
 	}
-	a.teardown()
+	a.cancel(errTornDown)
+	a.ctrl.lane.end(err == nil)
+	a.wg.Wait()
 	return err
 }

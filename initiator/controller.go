@@ -317,16 +317,13 @@ func (c *controller) describe(ctx context.Context, nsid uint32) (*description, e
 }
 
 // cacheEpoch is what changes when the target loses the content of its volatile
-// write cache: see the package comment, "Durability".
+// write cache: see the package comment, "Durability". A target that counts neither, or has no
+// SMART log, says zero.
 type cacheEpoch struct {
-	known                        bool
 	powerCycles, unsafeShutdowns protocol.Uint128
 }
 
-// lostSince reports whether the cache was lost between two associations, as far as can be told.
-func (e cacheEpoch) lostSince(before cacheEpoch) bool {
-	return e.known && before.known && (e.powerCycles != before.powerCycles || e.unsafeShutdowns != before.unsafeShutdowns)
-}
+func (e cacheEpoch) known() bool { return e != cacheEpoch{} }
 
 func (c *controller) epoch(ctx context.Context) (cacheEpoch, error) {
 	b, err := c.log(ctx, protocol.LogSmart, protocol.NSIDAll, 0, protocol.SmartLogSize, true)
@@ -340,7 +337,7 @@ func (c *controller) epoch(ctx context.Context) (cacheEpoch, error) {
 	if err := s.UnmarshalBinary(b); err != nil {
 		return cacheEpoch{}, err
 	}
-	return cacheEpoch{known: true, powerCycles: s.PowerCycles, unsafeShutdowns: s.UnsafeShutdowns}, nil
+	return cacheEpoch{powerCycles: s.PowerCycles, unsafeShutdowns: s.UnsafeShutdowns}, nil
 }
 
 // nvmLimits reads the limits of commands without transfer; zeros if the controller has none to tell.

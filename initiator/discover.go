@@ -77,13 +77,16 @@ func Discover(ctx context.Context, cfg DiscoverConfig) (_ []protocol.DiscoveryLo
 		mem:  admin.mem,
 		data: protocol.ConnectData{HOSTID: full.HostID, CNTLID: protocol.CNTLIDDynamic, SUBNQN: protocol.DiscoveryNQN, HOSTNQN: full.HostNQN},
 	})
+	orderly := false
 	if c != nil {
-		defer c.lane.end()
+		defer func() { c.lane.end(orderly) }()
 	}
 	if err == nil {
 		var list []protocol.DiscoveryLogEntry
 		if list, err = readDiscovery(ctx, c.log); err == nil {
-			if err := c.shutdown(ctx); err != nil {
+			if err := c.shutdown(ctx); err == nil {
+				orderly = true
+			} else {
 				full.Logger.Debug("discovery controller not shut down in order", "error", err)
 			}
 			return list, nil

@@ -203,7 +203,7 @@ type lane struct {
 	turn    bool        // whose turn it is when a slot is free: waiting's or local's
 	dead    bool
 	rearmed bool // the last Arm asked for another Poll
-	quiet   bool // and that brought nothing
+	quiet   int  // how often in a row that brought nothing
 
 	inCapsuleSent uint64 // commands that took their data along
 }
@@ -591,11 +591,15 @@ func (l *lane) Poll() bool {
 		return true
 	}
 	if n == 0 {
-		l.quiet = l.quiet || l.rearmed && !busy
+		if busy {
+			l.quiet = 0
+		} else if l.rearmed {
+			l.quiet++
+		}
 		l.rearmed = false
 		return busy
 	}
-	l.rearmed, l.quiet = false, false
+	l.rearmed, l.quiet = false, 0
 	for i := range l.wcs[:n] {
 		if l.complete(&l.wcs[i]); l.dead {
 			return true
@@ -608,8 +612,10 @@ func (l *lane) Poll() bool {
 	return true
 }
 
-// Arm is worker.Source. A completion queue that asks for another Poll after it was armed
-// gets one; if that brings nothing the worker may sleep.
+// Arm is worker.Source. A completion queue that asks for another Poll after it was
+// armed gets one. If that brings nothing the worker may sleep, but the Poll may
+// have changed what there is to wait for (a socket that is full now), so the first time
+// it is armed once more.
 func (l *lane) Arm() bool {
 	if l.dead {
 		return true
@@ -617,8 +623,8 @@ func (l *lane) Arm() bool {
 	if len(l.started) > 0 || len(l.first) > 0 || len(l.reposts) > 0 {
 		return false
 	}
-	if l.quiet {
-		l.quiet = false
+	if l.quiet >= 2 {
+		l.quiet = 0
 		return true
 	}
 	again, err := l.cq.Arm()
@@ -626,7 +632,9 @@ func (l *lane) Arm() bool {
 		l.die(fmt.Errorf("completion queue: %w", err))
 		return true
 	}
-	l.rearmed = again
+	if l.rearmed = again; !again {
+		l.quiet = 0
+	}
 	return !again
 }
 

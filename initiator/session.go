@@ -497,10 +497,10 @@ func (s *Session) checkCaches(now cacheEpoch) {
 			continue
 		}
 		switch {
-		case now.lostSince(before):
+		case before.known() && now != before:
 			n.condemn(fmt.Errorf("%w: the target lost its volatile write cache (a crash or power failure) with writes in it that had been acknowledged and not flushed", blockdev.ErrFlushFailed))
 			s.events.post(Event{Kind: EventCacheLost, NSID: n.nsid, Err: blockdev.ErrFlushFailed})
-		case !now.known || !before.known:
+		case !before.known():
 			s.log.Warn("reconnected with unflushed writes to a target that does not tell whether its write cache survived", "ns", n.nsid)
 		}
 	}

@@ -2,6 +2,7 @@ package initiator
 
 import (
 	"cmp"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -42,6 +43,9 @@ type Status struct {
 	Namespaces []NamespaceStatus `json:"namespaces"` // those with a Device
 }
 
+// Live reports whether requests flow.
+func (st Status) Live() bool { return st.State == StateLive }
+
 // QueueStatus is the part of one I/O queue.
 type QueueStatus struct {
 	QID           int           `json:"qid"`
@@ -66,6 +70,12 @@ type NamespaceStatus struct {
 	Fault      string `json:"fault,omitempty"`
 	FlushFault string `json:"flush_fault,omitempty"`
 }
+
+// SubNQN is the name of the subsystem, also when discovery found it.
+func (s *Session) SubNQN() string { return s.subnqn }
+
+// Addr is the target's address, also when discovery found it.
+func (s *Session) Addr() netip.AddrPort { return s.addr }
 
 // Status tells what the session is doing. It never waits.
 func (s *Session) Status() Status {

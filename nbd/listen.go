@@ -62,8 +62,8 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	ul := ln.(*net.UnixListener)
 	ul.SetUnlinkOnClose(false) // it would remove whatever is there by then
 	l := &unixListener{UnixListener: ul, path: path}
-	err = unix.Lstat(path, &l.st)
-	if err == nil && l.st.Mode&0o777 != uint32(mode.Perm()) {
+	st, err := os.Lstat(path)
+	if err == nil && st.Mode().Perm() != mode.Perm() {
 		err = os.Chmod(path, mode.Perm()) // the umask took something away
 	}
 	if err != nil {
@@ -115,20 +115,22 @@ func removeStale(path string) error {
 	return os.Remove(path)
 }
 
-// unixListener removes its socket file when it is closed, if it still is its own.
+// unixListener removes its socket file when it is closed.
 type unixListener struct {
 	*net.UnixListener
 	path string
-	st   unix.Stat_t
 	once sync.Once
 }
 
 func (l *unixListener) Close() error {
+	err := l.UnixListener.Close()
 	l.once.Do(func() {
-		var st unix.Stat_t
-		if unix.Lstat(l.path, &st) == nil && st.Dev == l.st.Dev && st.Ino == l.st.Ino {
-			os.Remove(l.path)
+		// By now it may be another server's: that one answers, then it stays.
+		// A file that cannot be removed is stale and the next server's to replace.
+		if unlock, err := lockDirectory(filepath.Dir(l.path)); err == nil {
+			_ = removeStale(l.path)
+			unlock()
 		}
 	})
-	return l.UnixListener.Close()
+	return err
 }

@@ -245,3 +245,14 @@ func (s *testServer) shutdown(t testing.TB) {
 }
 
 var _ net.Listener = (*unixListener)(nil)
+
+// fileConn makes a connection of a socket's descriptor.
+func fileConn(t testing.TB, fd int) *net.UnixConn {
+	f := os.NewFile(uintptr(fd), "socket")
+	defer f.Close()
+	c, err := net.FileConn(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c.(*net.UnixConn)
+}

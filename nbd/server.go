@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -513,9 +515,8 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	if s.state == serving {
 		s.state = draining
 	}
-	conns := s.endIntake()
 	s.mu.Unlock()
-	for _, c := range conns {
+	for _, c := range s.endIntake() {
 		s.onWorker(c, (*conn).drain)
 	}
 	if err := s.wait(ctx); err != nil {
@@ -532,10 +533,9 @@ func (s *Server) Shutdown(ctx context.Context) error {
 func (s *Server) Close() error {
 	s.mu.Lock()
 	s.state = closed
-	conns := s.endIntake()
 	s.mu.Unlock()
-	for _, c := range conns {
-		s.onWorker(c, func(c *conn) { c.cut("server closed") })
+	for _, c := range s.endIntake() {
+		s.onWorker(c, func(c *conn) { c.closeWhy = "server closed"; c.cut("") })
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 	defer cancel()
@@ -552,18 +552,20 @@ func (s *Server) Close() error {
 	return nil
 }
 
-// endIntake closes listeners and handshakes and lists the connections; under s.mu.
+// endIntake closes listeners and handshakes and lists the connections. The state
+// says already that there will be no new ones.
 func (s *Server) endIntake() []*conn {
-	for ln := range s.listeners {
-		ln.Close()
-	}
+	s.mu.Lock()
+	listeners := slices.Collect(maps.Keys(s.listeners))
+	conns := slices.Collect(maps.Keys(s.conns))
 	for e := s.handshakes.Front(); e != nil; e = e.Next() {
 		// The goroutine sees it and takes itself off the list.
 		e.Value.(*handshake).interrupt()
 	}
-	conns := make([]*conn, 0, len(s.conns))
-	for c := range s.conns {
-		conns = append(conns, c)
+	s.mu.Unlock()
+	for _, ln := range listeners {
+		// Serve sees that it is closed; there is nothing else to tell.
+		_ = ln.Close()
 	}
 	return conns
 }
@@ -606,10 +608,7 @@ func (s *Server) wait(ctx context.Context) error {
 		case <-changed:
 		case <-look.C:
 			s.mu.Lock()
-			conns := make([]*conn, 0, len(s.conns))
-			for c := range s.conns {
-				conns = append(conns, c)
-			}
+			conns := slices.Collect(maps.Keys(s.conns))
 			s.mu.Unlock()
 			for _, c := range conns {
 				if c.dom.w.Submit(nothing{}) != nil {

@@ -112,8 +112,8 @@ func TestValidateAll(t *testing.T) {
 		flagSets = append(flagSets, 1<<b, 1<<b|cmdFlagFUA)
 	}
 	n, passed := 0, 0
-	for kind := range 32 {
-		in := blockdev.Info{Size: vSize, BlockSize: vBlock, ReadOnly: kind&1 != 0, WriteCache: true, FUA: kind&4 != 0, Discard: kind&8 != 0, WriteZeroes: kind&16 != 0}
+	for kind := range 16 {
+		in := blockdev.Info{Size: vSize, BlockSize: vBlock, ReadOnly: kind&1 != 0, WriteCache: true, Discard: kind&4 != 0, WriteZeroes: kind&8 != 0}
 		l := limits{structured: kind&2 != 0, maxPayload: vMax}
 		l.flags = transmissionFlags(&in, l.structured)
 		for _, cmd := range commands {

@@ -1,0 +1,73 @@
+package blockdev
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+// flusher runs a device's synchronisation: one at a time, shared by those who
+// wait for the same one, and never again after it has failed.
+//
+// One at a time is not thrift. Linux reports a failed write-back once per open
+// file: of two fdatasync calls that overlap, one gets the error and the other
+// success, though its data may be what was lost.
+type flusher struct {
+	name string
+	sync func() error
+
+	mu      sync.Mutex
+	ended   sync.Cond
+	running bool
+	begun   uint64 // syncs begun
+	done    uint64 // syncs ended
+	failed  atomic.Pointer[error]
+}
+
+func newFlusher(name string, sync func() error) *flusher {
+	f := &flusher{name: name, sync: sync}
+	f.ended.L = &f.mu
+	return f
+}
+
+// Flush returns nil if a sync that began after the call ended well. A caller that
+// comes while one is running shares the next one with all others that wait.
+func (f *flusher) Flush() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	mine := f.begun + 1
+	for f.done < mine {
+		if f.running {
+			f.ended.Wait()
+			continue
+		}
+		if err := f.Failed(); err != nil {
+			return err
+		}
+		f.running = true
+		f.begun++
+		f.mu.Unlock()
+		err := f.sync()
+		f.mu.Lock()
+		f.running = false
+		f.done++
+		f.ended.Broadcast()
+		if err != nil {
+			err = fmt.Errorf("%s: flush: %w", f.name, err)
+			f.fail(err)
+			return err
+		}
+	}
+	return f.Failed()
+}
+
+// fail makes the device failed for ever.
+func (f *flusher) fail(err error) { f.failed.CompareAndSwap(nil, &err) }
+
+// Failed is the error of every durable operation after the first failure, or nil.
+func (f *flusher) Failed() error {
+	if first := f.failed.Load(); first != nil {
+		return fmt.Errorf("%w (%w)", ErrFlushFailed, *first)
+	}
+	return nil
+}

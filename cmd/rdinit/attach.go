@@ -1,0 +1,448 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"rdblk/blockdev"
+	"rdblk/initiator"
+	"rdblk/internal/cli"
+	"rdblk/internal/config"
+	"rdblk/internal/control"
+	"rdblk/internal/metrics"
+	"rdblk/internal/version"
+	"rdblk/nbd"
+	"rdblk/rdma/iwarp"
+
+	"golang.org/x/sys/unix"
+)
+
+const attachHelp = `Attaches a namespace of the target at ADDR and serves it to NBD clients on the Unix socket PATH
+(mode 0600, export name empty), in the foreground. One line is printed when it is ready.
+
+When the connection to the target is lost, requests wait while rdinit connects again, and go on;
+after loss_timeout without the target they fail.
+
+SIGTERM and SIGINT drain: running requests are answered, the device is flushed, and the program ends
+within detach_timeout; a second one cuts. If the flush fails it says so and exits with 1.
+'rdinit detach' does the same but refuses while it cannot be done safely. SIGUSR1 writes the
+state to the log.`
+
+func newAttachCommand(env *cli.Env) *cli.Command {
+	d := defaultSettings()
+	fs := cli.NewFlagSet("attach")
+	keys := map[string]string{}
+	connectFlags(fs, keys)
+	fs.String("socket", "", "serve NBD on the Unix socket `PATH`")
+	fs.String("device", "", "attach to /dev/nbdN or auto (`DEVICE`; not in this release)")
+	fs.String("name", "", "`name` for list, status and detach (default the NQN's last part)")
+	fs.String("http", "", "serve /metrics, /status and /healthz on `ADDR:PORT`")
+	fs.Bool("pprof", false, "also serve Go's profiler at /debug/pprof/ there")
+	fs.String("run-dir", "", "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
+	fs.Duration("loss-timeout", d.LossTimeout, "how long requests wait for a lost target before they fail; negative: for ever")
+	for _, k := range []string{"socket", "device", "name", "http", "pprof", "run-dir", "loss-timeout"} {
+		keys[k] = strings.ReplaceAll(k, "-", "_")
+	}
+	more, cfgFile := commonFlags(fs, env, d)
+	for k, v := range more {
+		keys[k] = v
+	}
+	return &cli.Command{
+		Name: "attach", Args: "ADDR[:PORT] --socket PATH [flags]", Short: "attach a disk and serve it on an NBD socket", Long: attachHelp, Flags: fs,
+		Run: func(ctx context.Context, args []string) error {
+			if len(args) > 1 {
+				return cli.Usagef("unexpected argument %q", args[1])
+			}
+			s := defaultSettings()
+			if err := config.Load(s, source(env, fs, keys, *cfgFile, args)); err != nil {
+				return cli.Usage(err)
+			}
+			if s.Socket == "" {
+				return cli.Usagef("say where NBD clients shall connect: --socket PATH")
+			}
+			return attach(ctx, env, s)
+		},
+	}
+}
+
+// An attachment is one run of attach.
+type attachment struct {
+	env     *cli.Env
+	log     *slog.Logger
+	s       *settings
+	started time.Time
+
+	nic     *iwarp.Provider
+	session *initiator.Session
+	nqn     string // of the subsystem
+	dev     *initiator.Device
+	nbd     *nbd.Server
+	entry   *control.Entry
+	socket  string // absolute
+
+	detaching atomic.Bool
+
+	mu      sync.Mutex    // serialises detach
+	ended   bool          // detached; guarded by mu
+	endedCh chan struct{} // closed when ended
+	cut     chan struct{} // closed by the second signal
+}
+
+func attach(ctx context.Context, env *cli.Env, s *settings) error {
+	log, err := cli.NewLogger(env.Stderr, s.Log.Level, s.Log.Format)
+	if err != nil {
+		return cli.Usage(err)
+	}
+	a := &attachment{env: env, log: log, s: s, started: time.Now(), endedCh: make(chan struct{}), cut: make(chan struct{})}
+	if a.socket, err = filepath.Abs(s.Socket); err != nil {
+		return err
+	}
+	c, nic, err := s.resolved(ctx, log)
+	if err != nil {
+		return err
+	}
+	a.nic = nic
+	defer needProcs(c.Queues + 2)()
+
+	var closers []func()
+	defer func() {
+		for i := len(closers) - 1; i >= 0; i-- {
+			closers[i]()
+		}
+	}()
+	closer := func(f func()) { closers = append(closers, f) }
+
+	// The socket first: what is wrong with it shows before anybody is bothered.
+	ln, err := nbd.ListenUnix(a.socket, 0o600)
+	if err != nil {
+		return err
+	}
+	closer(func() { ln.Close() })
+
+	if err := a.connect(ctx, c); err != nil {
+		return err
+	}
+	closer(func() { a.closeSession(time.Second) })
+
+	name, unique := s.Name, s.Name != ""
+	if !unique {
+		name = control.CleanName(a.nqn[strings.LastIndexByte(a.nqn, ':')+1:])
+	}
+	dir := s.RunDir
+	if dir == "" {
+		dir = control.DefaultDir(env.Getenv)
+	}
+	if a.entry, err = control.Register(dir, "rdinit", name, unique); err != nil {
+		return err
+	}
+	closer(func() { a.entry.Close() })
+
+	a.nbd, err = nbd.NewServer(nbd.Config{Logger: log, Exports: []nbd.Export{{Description: a.dev.Info().Name, Device: a.dev}}})
+	if err != nil {
+		return err
+	}
+	closer(func() { a.nbd.Close() })
+
+	if s.HTTP != "" {
+		h, err := metrics.Listen(s.HTTP, metrics.Config{
+			Registry: metrics.Registry("rdinit_", a.collect), Status: func() any { return a.report() },
+			Healthy: a.healthy, Pprof: s.Pprof, Log: log,
+		})
+		if err != nil {
+			return err
+		}
+		closer(h.Close)
+		log.Info("http endpoint", "addr", h.Addr.String(), "pprof", s.Pprof)
+	}
+	a.entry.Serve(a.controlHandler(), log)
+
+	served := make(chan error, 1)
+	go func() { served <- a.nbd.Serve(ln) }()
+
+	info := a.dev.Info()
+	env.Printf("rdinit: attached %s namespace %d at %s (%s), %s, as %s: %s\n", a.nqn, a.dev.NSID(), a.session.Status().Addr, providerName,
+		config.FormatSize(info.Size), a.entry.Name, a.uri())
+	if err := env.Notify("READY=1", "STATUS=attached "+a.nqn); err != nil {
+		log.Warn("service manager", "err", err)
+	}
+	return a.wait(ctx, served)
+}
+
+// connect attaches; a signal to stop ends the attempt.
+func (a *attachment) connect(ctx context.Context, c initiator.Config) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() {
+		var err error
+		if a.session, err = initiator.Connect(ctx, c); err == nil {
+			a.nqn = a.session.Status().SubNQN
+			a.dev, err = device(a.session, a.s.NSID)
+		}
+		done <- err
+	}()
+	for {
+		select {
+		case err := <-done:
+			if err != nil {
+				if a.session != nil {
+					a.closeSession(time.Second)
+				}
+				return fmt.Errorf("%s: %w", a.s.Address, err)
+			}
+			return nil
+		case sig := <-a.env.Signals:
+			if sig == unix.SIGTERM || sig == unix.SIGINT {
+				cancel()
+			}
+		}
+	}
+}
+
+func (a *attachment) uri() string {
+	return "nbd+unix:///?socket=" + (&url.URL{Path: a.socket}).EscapedPath()
+}
+
+// wait handles signals until the attachment has ended.
+func (a *attachment) wait(ctx context.Context, served <-chan error) error {
+	stopped := ctx.Done()
+	var result chan error
+	var first time.Time
+	cutting := false
+	begin := func() {
+		stopped = nil
+		result = make(chan error, 1)
+		go func() { result <- a.stop() }()
+	}
+	for {
+		select {
+		case <-a.endedCh: // by detach
+			if result == nil {
+				return nil
+			}
+			return <-result
+		case err := <-result:
+			return err
+		case err := <-served:
+			if !errors.Is(err, nbd.ErrServerClosed) && !a.detaching.Load() {
+				return errors.Join(err, a.stop())
+			}
+		case <-stopped:
+			begin()
+		case sig := <-a.env.Signals:
+			switch {
+			case sig == unix.SIGUSR1:
+				a.dump()
+			case sig == unix.SIGHUP:
+				a.log.Info("SIGHUP: nothing to reload; sizes are followed by themselves")
+			case result == nil:
+				a.log.Info("stopping", "signal", sig.String())
+				first = time.Now()
+				begin()
+			case time.Since(first) > cli.SecondSignal && !cutting:
+				// A process group and its parent are often told at once, so that one order comes twice.
+				a.log.Warn("second signal: cutting", "signal", sig.String())
+				cutting = true
+				close(a.cut)
+			}
+		}
+	}
+}
+
+// stop ends the attachment because of a signal: as well as can be done in the time there is.
+func (a *attachment) stop() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.ended {
+		return nil
+	}
+	a.detaching.Store(true)
+	a.env.Notify("STOPPING=1")
+	return a.end(false)
+}
+
+// detach ends the attachment on request. Without force it changes nothing unless all
+// that was written is safe.
+func (a *attachment) detach(force bool) (detachAnswer, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.ended {
+		return detachAnswer{}, errors.New("it is being detached")
+	}
+	if !force {
+		if n := a.nbd.Stats().Exports[0].Connections; n > 0 {
+			return detachAnswer{}, fmt.Errorf("%s still connected to %s: end them first, or detach with --force (still attached)", counted(n, "NBD client"), a.socket)
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), a.s.DetachTimeout*8/10)
+		err := a.flush(ctx)
+		cancel()
+		if err != nil {
+			return detachAnswer{}, fmt.Errorf("flush: %w: what was written may not be safe (still attached; bring the target back and try again, or give the data up with --force)", err)
+		}
+	}
+	a.detaching.Store(true)
+	a.env.Notify("STOPPING=1")
+	err := a.end(force)
+	ans := detachAnswer{Flushed: err == nil}
+	if err != nil {
+		if !force {
+			return ans, err
+		}
+		ans.Warning = err.Error()
+	}
+	return ans, nil
+}
+
+// end drains the NBD clients, flushes, and disconnects, all within DetachTimeout.
+// force does not wait for a target that is away. The error says what may be lost; the
+// attachment has ended all the same.
+func (a *attachment) end(force bool) error {
+	defer func() {
+		a.ended = true
+		close(a.endedCh)
+	}()
+	patience := a.s.DetachTimeout * 8 / 10
+	if force && a.session.Status().State != initiator.StateLive {
+		patience = time.Second
+	}
+	timeout, stopTimer := context.WithTimeout(context.Background(), patience)
+	defer stopTimer()
+	ctx, cancel := context.WithCancelCause(timeout)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-a.cut:
+			cancel(errors.New("cut short by a second signal"))
+		case <-ctx.Done():
+		}
+	}()
+	var errs []error
+	if err := a.nbd.Shutdown(ctx); err != nil {
+		errs = append(errs, fmt.Errorf("drain: %w", err))
+	}
+	if err := a.flush(ctx); err != nil {
+		errs = append(errs, fmt.Errorf("flush: %w: what was written since the last flush may be lost", err))
+	}
+	// With the session gone every request is answered, so that the NBD server can end.
+	a.closeSession(a.s.DetachTimeout / 10)
+	if len(errs) > 0 {
+		a.nbd.Close()
+	}
+	return errors.Join(errs...)
+}
+
+func (a *attachment) closeSession(patience time.Duration) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	if err := a.session.Close(ctx); err != nil && !errors.Is(err, initiator.ErrClosed) {
+		a.log.Warn("disconnect", "err", err)
+	}
+}
+
+// flush waits for the device's Flush, but no longer than ctx: a target that is away answers late or never.
+func (a *attachment) flush(ctx context.Context) error {
+	if a.dev.Info().ReadOnly {
+		return nil
+	}
+	done := make(chan error, 1)
+	go func() { done <- a.dev.Flush() }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("no answer from %s: %w", a.session.Status().Addr, context.Cause(ctx))
+	}
+}
+
+// controlHandler answers at the control socket.
+func (a *attachment) controlHandler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) { control.WriteJSON(w, a.report()) })
+	mux.HandleFunc("POST /v1/detach", func(w http.ResponseWriter, r *http.Request) {
+		var req detachRequest
+		if err := json.NewDecoder(io.LimitReader(r.Body, 1<<16)).Decode(&req); err != nil {
+			control.WriteError(w, http.StatusBadRequest, err)
+			return
+		}
+		ans, err := a.detach(req.Force)
+		if err != nil {
+			a.log.Warn("detach", "force", req.Force, "err", err)
+			control.WriteError(w, http.StatusConflict, err)
+			return
+		}
+		a.log.Info("detached", "force", req.Force, "flushed", ans.Flushed)
+		control.WriteJSON(w, ans)
+	})
+	return mux
+}
+
+func (a *attachment) healthy() error {
+	switch st := a.session.Status(); {
+	case a.detaching.Load():
+		return errors.New("detaching")
+	case st.State != initiator.StateLive:
+		return fmt.Errorf("%s: %s", st.State, st.LastError)
+	}
+	return nil
+}
+
+// dump writes the whole state to the log.
+func (a *attachment) dump() {
+	b, err := json.Marshal(map[string]any{"report": a.report(), "session": a.session.Status(), "clients": a.nbd.Connections()})
+	if err != nil {
+		a.log.Error("dump", "err", err)
+		return
+	}
+	a.log.Info("state", "status", string(b), "goroutines", runtime.NumGoroutine())
+}
+
+func (a *attachment) report() report {
+	st := a.session.Status()
+	stats := a.session.Stats()
+	info := a.dev.Info()
+	x := a.nbd.Stats().Exports[0]
+	p := report{
+		Name: a.entry.Name, PID: os.Getpid(), Version: version.String(), StartedAt: a.started,
+		State: st.State.String(), NQN: a.nqn, NSID: a.dev.NSID(), Address: st.Addr, Provider: providerName, HostNQN: st.HostNQN,
+		Size: info.Size, BlockSize: info.BlockSize, ReadOnly: info.ReadOnly,
+		Socket: a.socket, URI: a.uri(), Queues: len(st.Queues), Depth: st.Depth,
+		Clients: x.Connections, Requests: st.Requests, InFlight: st.Sent, Waiting: st.Waiting,
+		Reconnects: st.Reconnects, FailedAttempts: st.FailedAttempts,
+	}
+	if a.detaching.Load() {
+		p.State = "detaching"
+	}
+	if st.State != initiator.StateLive {
+		p.LastError = st.LastError
+	}
+	for _, n := range st.Namespaces {
+		if n.NSID == p.NSID {
+			p.Unflushed, p.Fault, p.FlushFault = n.Unflushed, n.Fault, n.FlushFault
+		}
+	}
+	for op, o := range stats.Ops {
+		p.Errors += o.Failed
+		switch blockdev.Op(op) {
+		case blockdev.OpRead:
+			p.ReadOps, p.ReadBytes = o.Answered, o.Bytes
+		case blockdev.OpWrite:
+			p.WriteOps, p.WrittenBytes = o.Answered, o.Bytes
+		case blockdev.OpFlush:
+			p.FlushOps = o.Answered
+		}
+	}
+	return p
+}

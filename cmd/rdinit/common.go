@@ -1,0 +1,141 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"runtime"
+	"strconv"
+	"strings"
+
+	"rdblk/initiator"
+	"rdblk/internal/cli"
+	"rdblk/internal/config"
+	"rdblk/rdma/iwarp"
+
+	"github.com/spf13/pflag"
+)
+
+// providerName is the only provider of this release.
+const providerName = "iwarp"
+
+func parseLocal(s string) (netip.Addr, error) {
+	a, err := netip.ParseAddr(s)
+	if err != nil {
+		return a, fmt.Errorf("%q is no IP address", s)
+	}
+	return a, nil
+}
+
+// source makes the config.Source of a command whose first argument, if any, is the target's address.
+func source(env *cli.Env, fs *pflag.FlagSet, keys map[string]string, file string, args []string) config.Source {
+	src := config.Source{Prefix: envPrefix, Environ: env.Environ, File: file, Flags: fs, Keys: keys, Set: map[string]any{}}
+	if len(args) > 0 {
+		src.Set["address"] = args[0]
+	}
+	return src
+}
+
+// briefSettings are the defaults of commands that are over soon: they log only what is wrong.
+func briefSettings() *settings {
+	s := defaultSettings()
+	s.Log.Level = "warn"
+	return s
+}
+
+// commonFlags are those of every command that connects; d has their defaults, keys names their settings.
+func commonFlags(fs *pflag.FlagSet, env *cli.Env, d *settings) (keys map[string]string, cfgFile *string) {
+	fs.String("provider", d.Provider, "RDMA `provider`: auto, iwarp (software NIC) or verbs (not in this release)")
+	fs.String("host-nqn", "", "`NQN` of this machine for the target's list of hosts (default as printed by 'rdinit version')")
+	fs.Duration("connect-timeout", d.ConnectTimeout, "longest time for one attempt to connect")
+	cfgFile = fs.String("config", env.Getenv(envPrefix+"CONFIG"), "read settings from `FILE`")
+	fs.String("log-level", d.Log.Level, "log from this `level` on: debug, info, warn, error")
+	fs.String("log-format", d.Log.Format, "log as text or json")
+	return map[string]string{"provider": "provider", "host-nqn": "host_nqn", "connect-timeout": "connect_timeout",
+		"log-level": "log.level", "log-format": "log.format"}, cfgFile
+}
+
+// connectFlags are those of the commands that attach.
+func connectFlags(fs *pflag.FlagSet, keys map[string]string) {
+	d := defaultSettings()
+	fs.String("nqn", "", "`NQN` of the subsystem (default the only one that the target's discovery names)")
+	fs.Uint32("nsid", 0, "namespace `N` of the subsystem (default the only one)")
+	fs.Int("queues", d.Queues, "I/O queues, each a connection and a thread (default one per processor)")
+	fs.Int("depth", d.Depth, "entries per queue")
+	for _, k := range []string{"nqn", "nsid", "queues", "depth"} {
+		keys[k] = k
+	}
+}
+
+// resolved makes the library's configuration of the settings.
+func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Config, *iwarp.Provider, error) {
+	c := s.initiatorConfig()
+	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode()})
+	if err != nil {
+		return c, nil, err
+	}
+	if s.Address == "" {
+		return c, nil, cli.Usagef("name the target: ADDR[:PORT]")
+	}
+	addr, err := cli.ResolveAddr(ctx, s.Address, cli.DefaultPort)
+	if err != nil {
+		return c, nil, err
+	}
+	c.Addr, c.Provider, c.Logger = addr, nic, log
+	if s.Local != "" {
+		c.LocalAddr, _ = parseLocal(s.Local) // was checked
+	}
+	if c.HostNQN == "" {
+		c.HostNQN = thisHostNQN()
+	}
+	if c.Queues == 0 {
+		c.Queues = runtime.NumCPU()
+	}
+	return c, nic, nil
+}
+
+// needProcs raises GOMAXPROCS to n: a worker that looks for work politely keeps
+// its P, and what is not a worker (keep-alive, timers, metrics) needs one as well.
+// It returns the undoing, for tests.
+func needProcs(n int) (undo func()) {
+	old := runtime.GOMAXPROCS(0)
+	if old >= n {
+		return func() {}
+	}
+	runtime.GOMAXPROCS(n)
+	return func() { runtime.GOMAXPROCS(old) }
+}
+
+func counted(n int, noun string) string {
+	if n == 1 {
+		return "1 " + noun
+	}
+	return fmt.Sprintf("%d %ss", n, noun)
+}
+
+// outputFlag adds -o.
+func outputFlag(fs *pflag.FlagSet) *string {
+	return fs.StringP("output", "o", "text", "`format` of the output: text or json (stable)")
+}
+
+func checkOutput(o string) error {
+	if o != "text" && o != "json" {
+		return cli.Usagef("--output: %q is neither text nor json", o)
+	}
+	return nil
+}
+
+// device chooses the namespace: the one that is named, or the only one.
+func device(ss *initiator.Session, nsid uint32) (*initiator.Device, error) {
+	if nsid == 0 {
+		var there []string
+		for _, n := range ss.Namespaces() {
+			there = append(there, strconv.FormatUint(uint64(n.NSID), 10))
+		}
+		if len(there) > 1 {
+			return nil, fmt.Errorf("the subsystem has the namespaces %s: name one with --nsid", strings.Join(there, ", "))
+		}
+	}
+	return ss.Device(nsid)
+}

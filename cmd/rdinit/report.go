@@ -1,0 +1,58 @@
+package main
+
+import (
+	"time"
+)
+
+// A report is the state of one attachment: the answer at its control socket, at
+// /status of its HTTP endpoint, and an element of what "rdinit status -o json" and
+// "rdinit list -o json" print. Fields are added, never renamed or removed.
+type report struct {
+	Name      string    `json:"name"`
+	PID       int       `json:"pid"`
+	Version   string    `json:"version"`
+	StartedAt time.Time `json:"started_at"`
+
+	// State is the session's: live (connected), reconnecting, or lost (reconnecting for
+	// longer than the loss timeout: requests fail); and detaching.
+	State string `json:"state"`
+	// LastError is why the connection was lost or could not be made again; empty when live.
+	LastError string `json:"last_error,omitempty"`
+
+	NQN      string `json:"nqn"`
+	NSID     uint32 `json:"nsid"`
+	Address  string `json:"address"`
+	Provider string `json:"provider"`
+	HostNQN  string `json:"host_nqn"`
+
+	Size      int64 `json:"size"`       // bytes
+	BlockSize int   `json:"block_size"` // bytes
+	ReadOnly  bool  `json:"read_only"`
+
+	Socket string `json:"socket"` // path of the NBD socket
+	URI    string `json:"uri"`    // for NBD clients
+
+	Queues int `json:"queues"`
+	Depth  int `json:"depth"`
+	// Clients are the NBD connections. Requests have been accepted and not answered; of
+	// these InFlight are with the target, Waiting are not (it is away, or has enough to do).
+	Clients        int    `json:"clients"`
+	Requests       int    `json:"requests"`
+	InFlight       int    `json:"in_flight"`
+	Waiting        int    `json:"waiting"`
+	Reconnects     uint64 `json:"reconnects"`      // successful ones
+	FailedAttempts uint64 `json:"failed_attempts"` // to reconnect
+
+	// Unflushed: something was written that no flush has made durable yet. Fault is why all
+	// requests fail, FlushFault why all flushes fail; absent if they do not.
+	Unflushed  bool   `json:"unflushed"`
+	Fault      string `json:"fault,omitempty"`
+	FlushFault string `json:"flush_fault,omitempty"`
+
+	ReadOps      uint64 `json:"read_ops"`
+	WriteOps     uint64 `json:"write_ops"`
+	FlushOps     uint64 `json:"flush_ops"`
+	ReadBytes    uint64 `json:"read_bytes"`
+	WrittenBytes uint64 `json:"written_bytes"`
+	Errors       uint64 `json:"errors"`
+}

@@ -1,0 +1,291 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"rdblk/internal/cli"
+	"rdblk/internal/config"
+	"rdblk/internal/control"
+)
+
+// askTimeout bounds one question to a running program.
+const askTimeout = 10 * time.Second
+
+// runDirFlag adds --run-dir to a command that looks for running programs.
+func runDirFlag(fs interface {
+	String(name, value, usage string) *string
+}, env *cli.Env) func() string {
+	f := fs.String("run-dir", env.Getenv(envPrefix+"RUN_DIR"), "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
+	return func() string {
+		if *f != "" {
+			return *f
+		}
+		return control.DefaultDir(env.Getenv)
+	}
+}
+
+// A running attachment.
+type running struct {
+	*control.Client
+	report report
+}
+
+// attachments asks all running ones for their state. One that ends meanwhile is left out.
+func attachments(ctx context.Context, dir string) ([]running, error) {
+	cs, err := control.List(dir, "rdinit")
+	if err != nil {
+		return nil, err
+	}
+	list := []running{}
+	var errs []error
+	for _, c := range cs {
+		r := running{Client: c}
+		ctx, cancel := context.WithTimeout(ctx, askTimeout)
+		err := c.Get(ctx, "/v1/status", &r.report)
+		cancel()
+		if errors.Is(err, control.ErrGone) {
+			continue
+		}
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		list = append(list, r)
+	}
+	return list, errors.Join(errs...)
+}
+
+// matches tells whether the user's word means r: its name, its socket or its device.
+func (r *running) matches(word string) bool {
+	if word == r.Name {
+		return true
+	}
+	if r.report.Socket == "" {
+		return false
+	}
+	abs, err := filepath.Abs(word)
+	if err != nil {
+		return false
+	}
+	if abs == r.report.Socket {
+		return true
+	}
+	a, err1 := filepath.EvalSymlinks(abs)
+	b, err2 := filepath.EvalSymlinks(r.report.Socket)
+	return err1 == nil && err2 == nil && a == b
+}
+
+func printJSON(env *cli.Env, v any) error {
+	b, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return err
+	}
+	env.Printf("%s\n", b)
+	return nil
+}
+
+func reports(list []running) []report {
+	rs := []report{}
+	for _, r := range list {
+		rs = append(rs, r.report)
+	}
+	return rs
+}
+
+func newListCommand(env *cli.Env) *cli.Command {
+	fs := cli.NewFlagSet("list")
+	output := outputFlag(fs)
+	dir := runDirFlag(fs, env)
+	return &cli.Command{
+		Name: "list", Args: "[flags]", Short: "list what this user has attached on this machine", Flags: fs,
+		Long: "Prints one line for each attachment of this user. With -o json the same as status -o json.",
+		Run: func(ctx context.Context, args []string) error {
+			if len(args) > 0 {
+				return cli.Usagef("unexpected argument %q", args[0])
+			}
+			if err := checkOutput(*output); err != nil {
+				return err
+			}
+			list, err := attachments(ctx, dir())
+			if *output == "json" {
+				return errors.Join(printJSON(env, reports(list)), err)
+			}
+			if len(list) > 0 {
+				w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
+				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tSOCKET\tNQN")
+				for _, r := range list {
+					p := r.report
+					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", p.Name, p.State, config.FormatSize(p.Size), p.NSID, p.Address, p.Socket, p.NQN)
+				}
+				w.Flush()
+			}
+			return err
+		},
+	}
+}
+
+func newStatusCommand(env *cli.Env) *cli.Command {
+	fs := cli.NewFlagSet("status")
+	output := outputFlag(fs)
+	dir := runDirFlag(fs, env)
+	return &cli.Command{
+		Name: "status", Args: "[NAME | SOCKET] [flags]", Short: "show the state of attachments", Flags: fs,
+		Long: "Prints the state of all attachments of this user, or of the one that is named.\n" +
+			"docs/operating.md describes the fields of -o json.",
+		Run: func(ctx context.Context, args []string) error {
+			if len(args) > 1 {
+				return cli.Usagef("unexpected argument %q", args[1])
+			}
+			if err := checkOutput(*output); err != nil {
+				return err
+			}
+			list, err := attachments(ctx, dir())
+			if len(args) == 1 {
+				r, ferr := find(list, args[0], dir())
+				if ferr != nil {
+					return errors.Join(ferr, err)
+				}
+				list = []running{*r}
+			}
+			if *output == "json" {
+				return errors.Join(printJSON(env, reports(list)), err)
+			}
+			for i, r := range list {
+				if i > 0 {
+					env.Printf("\n")
+				}
+				r.report.print(env)
+			}
+			return err
+		},
+	}
+}
+
+func (p *report) print(env *cli.Env) {
+	w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
+	row := func(k, format string, a ...any) { fmt.Fprintf(w, "  %s\t%s\n", k, fmt.Sprintf(format, a...)) }
+	env.Printf("%s\n", p.Name)
+	row("state", "%s", p.State)
+	if p.LastError != "" {
+		row("last error", "%s", p.LastError)
+	}
+	row("target", "%s (%s)", p.Address, p.Provider)
+	row("subsystem", "%s", p.NQN)
+	ro := ""
+	if p.ReadOnly {
+		ro = ", read-only"
+	}
+	row("namespace", "%d: %s in blocks of %d bytes%s", p.NSID, config.FormatSize(p.Size), p.BlockSize, ro)
+	row("socket", "%s", p.URI)
+	row("queues", "%d of depth %d", p.Queues, p.Depth)
+	row("clients", "%d", p.Clients)
+	row("requests", "%d with the target, %d waiting", p.InFlight, p.Waiting)
+	row("reads", "%d, %s", p.ReadOps, config.FormatSize(int64(p.ReadBytes)))
+	row("writes", "%d, %s", p.WriteOps, config.FormatSize(int64(p.WrittenBytes)))
+	unflushed := ""
+	if p.Unflushed {
+		unflushed = ", there are unflushed writes"
+	}
+	row("flushes", "%d%s", p.FlushOps, unflushed)
+	row("errors", "%d", p.Errors)
+	if p.Fault != "" {
+		row("fault", "%s", p.Fault)
+	}
+	if p.FlushFault != "" {
+		row("flush fault", "%s", p.FlushFault)
+	}
+	row("reconnects", "%d", p.Reconnects)
+	row("process", "%d, %s, since %s", p.PID, p.Version, p.StartedAt.Format(time.DateTime))
+	w.Flush()
+}
+
+func find(list []running, word, dir string) (*running, error) {
+	for i := range list {
+		if list[i].matches(word) {
+			return &list[i], nil
+		}
+	}
+	if len(list) == 0 {
+		return nil, fmt.Errorf("%s: nothing is attached by this user (looked in %s; another user's attachments are seen by that user only)", strconv.Quote(word), dir)
+	}
+	var names []string
+	for _, r := range list {
+		names = append(names, r.Name)
+	}
+	return nil, fmt.Errorf("%s: no such attachment; there are: %s", strconv.Quote(word), strings.Join(names, ", "))
+}
+
+// detachRequest and detachAnswer are spoken at POST /v1/detach.
+type detachRequest struct {
+	Force bool `json:"force"`
+}
+
+type detachAnswer struct {
+	// Flushed: everything that was written is on stable storage.
+	Flushed bool `json:"flushed"`
+	// Warning is what --force passed over; empty otherwise.
+	Warning string `json:"warning,omitempty"`
+}
+
+const detachHelp = `Detaches what NAME, DEVICE or SOCKET names: running requests are answered, the device is flushed, the
+connections to the target are ended, the socket is removed, and the 'rdinit attach' process ends.
+
+It is refused, and everything stays attached, while NBD clients are connected, and when the flush
+fails: then it is not known that all data is safe. --force detaches even so, and says what may be lost.`
+
+func newDetachCommand(env *cli.Env) *cli.Command {
+	fs := cli.NewFlagSet("detach")
+	force := fs.Bool("force", false, "detach though clients are connected or data could not be flushed")
+	dir := runDirFlag(fs, env)
+	return &cli.Command{
+		Name: "detach", Args: "NAME | DEVICE | SOCKET [flags]", Short: "end an attachment safely", Long: detachHelp, Flags: fs,
+		Run: func(ctx context.Context, args []string) error {
+			if len(args) != 1 {
+				return cli.Usagef("name one attachment; 'rdinit list' shows them")
+			}
+			list, err := attachments(ctx, dir())
+			r, ferr := find(list, args[0], dir())
+			if ferr != nil {
+				return errors.Join(ferr, err)
+			}
+			var a detachAnswer
+			if err := r.Post(ctx, "/v1/detach", detachRequest{*force}, &a); err != nil {
+				return fmt.Errorf("%s: %w", r.Name, err)
+			}
+			if a.Warning != "" {
+				fmt.Fprintf(env.Stderr, "rdinit: detach: %s: %s\n", r.Name, a.Warning)
+			}
+			if !gone(ctx, dir(), r.Name) {
+				return fmt.Errorf("%s: detached, but process %d has not ended yet", r.Name, r.report.PID)
+			}
+			env.Printf("rdinit: detached %s\n", r.Name)
+			return nil
+		},
+	}
+}
+
+// gone waits up to five seconds for the end of the process.
+func gone(ctx context.Context, dir, name string) bool {
+	for end := time.Now().Add(5 * time.Second); time.Now().Before(end) && ctx.Err() == nil; time.Sleep(10 * time.Millisecond) {
+		cs, err := control.List(dir, "rdinit")
+		if err != nil {
+			return false
+		}
+		there := false
+		for _, c := range cs {
+			there = there || c.Name == name
+		}
+		if !there {
+			return true
+		}
+	}
+	return false
+}

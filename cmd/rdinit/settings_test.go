@@ -1,0 +1,107 @@
+package main
+
+import (
+	"errors"
+	"os"
+	"strings"
+	"testing"
+
+	"rdblk/internal/config"
+	"rdblk/protocol"
+)
+
+// The sample shows every setting with its default, but for the two that have none.
+func TestSampleConfigurationIsTheDefaults(t *testing.T) {
+	const file = "../../configs/rdinit.yaml"
+	got := defaultSettings()
+	if err := config.Load(got, config.Source{File: file}); err != nil {
+		t.Fatal(err)
+	}
+	want := defaultSettings()
+	want.Address, want.Socket = "127.0.0.1:4420", "/tmp/disk.sock"
+	if d := config.Changed(got, want); len(d) > 0 {
+		t.Errorf("the sample differs from the defaults in %v", d)
+	}
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, k := range config.Keys(want) {
+		if !strings.Contains(string(text), k[strings.LastIndexByte(k, '.')+1:]+":") {
+			t.Errorf("%s lacks %s", file, k)
+		}
+	}
+}
+
+func TestValidateSaysEverything(t *testing.T) {
+	if err := defaultSettings().Validate(); err != nil {
+		t.Fatalf("the defaults are invalid: %v", err)
+	}
+	s := defaultSettings()
+	s.Address = ":4420"
+	s.Local = "eth0"
+	s.Provider = "rocket"
+	s.NQN = strings.Repeat("n", 224)
+	s.HostNQN = strings.Repeat("h", 224)
+	s.Device = "auto"
+	s.Name = ".."
+	s.RunDir = "x"
+	s.Socket = strings.Repeat("s", 108)
+	s.HTTP = "x"
+	s.Log.Format = "xml"
+	s.Polling = "often"
+	s.Queues = 5000
+	s.Depth = 1
+	s.BufferMemory = 4096
+	s.KeepAlive = 1
+	s.LossTimeout = 0
+	err := s.Validate()
+	if err == nil {
+		t.Fatal("accepted")
+	}
+	for _, want := range []string{"address: ", "local_address: ", "provider: ", "nqn: ", "host_nqn: ", "device: ", "name: ", "run_dir: ",
+		"socket: ", "http: ", "log.format: ", "polling: ", "queues: ", "depth: ", "buffer_memory: ", "keep_alive: ", "loss_timeout: "} {
+		if !strings.Contains("\n"+err.Error(), "\n"+want) {
+			t.Errorf("nothing about %q in\n%v", want, err)
+		}
+	}
+	for line := range strings.SplitSeq(err.Error(), "\n") {
+		if key, _, ok := strings.Cut(line, ": "); !ok || strings.ToLower(key) != key {
+			t.Errorf("a line does not begin with a setting's name: %q", line)
+		}
+	}
+}
+
+func TestHostNQNIsStable(t *testing.T) {
+	files := map[string]string{}
+	read := func(p string) ([]byte, error) {
+		if s, ok := files[p]; ok {
+			return []byte(s), nil
+		}
+		return nil, os.ErrNotExist
+	}
+	host := func() (string, error) { return "alpha", nil }
+	byName := localHostNQN(read, host)
+	files["/etc/machine-id"] = "0123456789abcdef0123456789abcdef\n"
+	byID := localHostNQN(read, host)
+	noHost := func() (string, error) { return "", errors.New("none") }
+	if byID != localHostNQN(read, noHost) || byID == byName {
+		t.Errorf("%s, %s: the machine's identity decides", byName, byID)
+	}
+	if strings.Contains(byID, "0123456789abcdef") {
+		t.Error("the machine's identity leaves in clear")
+	}
+	for _, n := range []string{byName, byID} {
+		if err := protocol.CheckNQN(n); err != nil {
+			t.Errorf("%s: %v", n, err)
+		}
+	}
+	files[hostNQNFile] = " nqn.2014-08.org.nvmexpress:uuid:11111111-2222-3333-4444-555555555555\n"
+	if got := localHostNQN(read, host); got != strings.TrimSpace(files[hostNQNFile]) {
+		t.Errorf("%s: nvme-cli's name is not taken", got)
+	}
+	files[hostNQNFile] = "garbage"
+	if got := localHostNQN(read, host); got != byID {
+		t.Errorf("%s: an invalid file is taken", got)
+	}
+}

@@ -1,0 +1,308 @@
+package main
+
+import (
+	"encoding/json"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+	"testing"
+
+	"rdblk/internal/cli/clitest"
+	"rdblk/internal/version"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestHelpTexts(t *testing.T) {
+	for _, c := range []string{"", "serve", "check-config", "status", "version"} {
+		code, out, errw := clitest.Do(t, newProgram, nil, strings.Fields("help "+c)...)
+		if code != 0 || errw != "" {
+			t.Errorf("help %s: exit %d, %q", c, code, errw)
+		}
+		name := "help.txt"
+		if c != "" {
+			name = "help-" + c + ".txt"
+		}
+		clitest.Golden(t, name, out)
+	}
+}
+
+func TestVersion(t *testing.T) {
+	for _, arg := range []string{"version", "--version"} {
+		code, out, _ := clitest.Do(t, newProgram, nil, arg)
+		if want := version.Line("rdtarget") + "\n"; code != 0 || out != want {
+			t.Errorf("%s: exit %d, %q, want %q", arg, code, out, want)
+		}
+	}
+}
+
+func diskFile(t *testing.T, size int64) string {
+	t.Helper()
+	p := filepath.Join(t.TempDir(), "disk.img")
+	f, err := os.Create(p)
+	if err == nil {
+		err = f.Truncate(size)
+		f.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// What is wrong ends with 2 and says what to do; what fails ends with 1.
+func TestServeRefusals(t *testing.T) {
+	dir := clitest.Dir(t)
+	disk := diskFile(t, 1<<20)
+	cfg := filepath.Join(dir, "c.yaml")
+	os.WriteFile(cfg, []byte("listne: [127.0.0.1]\nlog: {level: loud}\n"), 0o600)
+	for _, c := range []struct {
+		args    string
+		environ []string
+		code    int
+		want    []string
+	}{
+		{"serve", nil, 2, []string{"there is nothing to serve", "See 'rdtarget serve --help'"}},
+		{"serve --nope " + disk, nil, 2, []string{"unknown flag: --nope"}},
+		{"serve --listen 0.0.0.0:0 " + disk, nil, 2, []string{"0.0.0.0:0 can be reached from other machines", "--host NQN", "--allow-any-host"}},
+		{"serve --listen :0 " + disk, nil, 2, []string{"--allow-any-host"}},
+		{"serve --listen 1.2.3.4:x " + disk, nil, 2, []string{"listen: ", "is no address"}},
+		{"serve --provider verbs " + disk, nil, 2, []string{"provider: verbs (RDMA hardware) is not in this release"}},
+		{"serve --nqn disk " + disk, nil, 2, []string{"nqn: "}},
+		{"serve --http here " + disk, nil, 2, []string{"http: "}},
+		{"serve --config " + cfg + " " + disk, nil, 2, []string{"listne: no such setting", "log.level: "}},
+		{"serve --config /nonexistent.yaml " + disk, nil, 2, []string{"/nonexistent.yaml"}},
+		{"serve " + disk, []string{"RDTARGET_LISTNE=x"}, 2, []string{"environment variable RDTARGET_LISTNE: no such setting"}},
+		{"serve " + disk, []string{"RDTARGET_QUEUE_DEPTH=9999"}, 2, []string{"queue_depth: "}},
+		{"serve --listen 127.0.0.1:0 --run-dir " + dir + " " + disk + ".missing", nil, 1, []string{"disk.img.missing", "truncate -s"}},
+		{"serve --listen 127.0.0.1:0 --run-dir " + dir + " " + disk + " " + disk, nil, 1, []string{"in use"}},
+		{"serve --listen 127.0.0.1:0 --run-dir " + cfg + " " + disk, nil, 1, []string{"--run-dir"}},
+		{"check-config", nil, 2, []string{"name one file"}},
+		{"check-config " + cfg, nil, 2, []string{"listne: no such setting", "log.level: "}},
+		{"status extra", nil, 2, []string{"unexpected argument"}},
+		{"status -o xml", nil, 2, []string{"neither text nor json"}},
+	} {
+		code, out, errw := clitest.Do(t, newProgram, c.environ, strings.Fields(c.args)...)
+		if code != c.code || out != "" {
+			t.Errorf("%s: exit %d, want %d; stdout %q, stderr %q", c.args, code, c.code, out, errw)
+		}
+		for _, w := range c.want {
+			if !strings.Contains(errw, w) {
+				t.Errorf("%s: no %q in\n%s", c.args, w, errw)
+			}
+		}
+	}
+}
+
+func TestCheckConfig(t *testing.T) {
+	dir := t.TempDir()
+	good := filepath.Join(dir, "good.yaml")
+	os.WriteFile(good, []byte("namespaces: ["+diskFile(t, 4096)+", mem:1M]\n"), 0o600)
+	code, out, errw := clitest.Do(t, newProgram, nil, "check-config", good)
+	if want := good + ": good: 2 namespaces on 127.0.0.1:4420\n"; code != 0 || out != want {
+		t.Errorf("exit %d, %q, %q; want %q", code, out, errw, want)
+	}
+	bad := filepath.Join(dir, "bad.yaml")
+	os.WriteFile(bad, []byte("namespaces: [/nonexistent/disk]\nlisten: [192.0.2.1]\n"), 0o600)
+	code, _, errw = clitest.Do(t, newProgram, nil, "check-config", bad)
+	for _, w := range []string{"namespaces[0].path: ", "listen: 192.0.2.1 can be reached"} {
+		if code != 2 || !strings.Contains(errw, w) {
+			t.Errorf("exit %d, no %q in %q", code, w, errw)
+		}
+	}
+	empty := filepath.Join(dir, "empty.yaml")
+	os.WriteFile(empty, nil, 0o600)
+	if code, _, errw = clitest.Do(t, newProgram, nil, "check-config", empty); code != 2 || !strings.Contains(errw, "nothing to serve") {
+		t.Errorf("empty file: exit %d, %q", code, errw)
+	}
+}
+
+func get(t *testing.T, url string) string {
+	t.Helper()
+	r, err := http.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	b, err := io.ReadAll(r.Body)
+	if err != nil || r.StatusCode != 200 {
+		t.Fatalf("%s: %d, %v, %s", url, r.StatusCode, err, b)
+	}
+	return string(b)
+}
+
+func statusOf(t *testing.T, dir string) report {
+	t.Helper()
+	code, out, errw := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir, "-o", "json")
+	var list []report
+	if err := json.Unmarshal([]byte(out), &list); code != 0 || err != nil || len(list) != 1 {
+		t.Fatalf("status: exit %d, %v, %q, %q", code, err, out, errw)
+	}
+	return list[0]
+}
+
+func checkNoGoroutinesLeft(t *testing.T, before int) {
+	t.Helper()
+	http.DefaultClient.CloseIdleConnections()
+	clitest.Eventually(t, "the goroutines end", func() bool { return runtime.NumGoroutine() <= before })
+}
+
+func TestServeFromStartToEnd(t *testing.T) {
+	before := runtime.NumGoroutine()
+	dir := clitest.Dir(t)
+	disk := diskFile(t, 1<<20)
+	notify, await := clitest.Notifications(t)
+	r := clitest.Start(newProgram, []string{notify}, "serve", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--workers", "1",
+		"--nqn", "nqn.2026-11.io.rdblk:test:disk", "--run-dir", dir, disk, "mem:2M")
+	ready := r.Out.Await(t, `^rdtarget: serving nqn\.2026-11\.io\.rdblk:test:disk on 127\.0\.0\.1:(\d+) \(iwarp\): 2 namespaces, 3 MiB\n$`)
+	await("READY=1")
+
+	st := statusOf(t, dir)
+	if st.Name != "disk" || st.PID != os.Getpid() || st.State != "serving" || len(st.Target.Namespaces) != 2 ||
+		st.Target.Namespaces[0].Bytes != 1<<20 || st.Target.Listeners[0] != "127.0.0.1:"+ready[1] || !st.Target.AnyHost {
+		t.Errorf("status %+v", st)
+	}
+	_, text, _ := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir)
+	for _, w := range []string{"disk\n", "nqn.2026-11.io.rdblk:test:disk", "1: " + disk + ", 1 MiB in blocks of 512 bytes", "2: mem:2M"} {
+		if !strings.Contains(text, w) {
+			t.Errorf("no %q in\n%s", w, text)
+		}
+	}
+
+	url := "http://" + r.Err.Await(t, `msg="http endpoint" addr=(\S+)`)[1]
+	if got := get(t, url+"/healthz"); got != "ok\n" {
+		t.Errorf("healthz %q", got)
+	}
+	var viaHTTP report
+	if err := json.Unmarshal([]byte(get(t, url+"/status")), &viaHTTP); err != nil || viaHTTP.Target.NQN != st.Target.NQN {
+		t.Errorf("/status %+v, %v", viaHTTP, err)
+	}
+	m := get(t, url+"/metrics")
+	m = strings.ReplaceAll(m, disk, "DISK")
+	m = regexp.MustCompile(`(rdtarget_start_time_seconds) .*`).ReplaceAllString(m, "$1 TIME")
+	m = regexp.MustCompile(`(rdtarget_worker_sleeps_total\{.*\}) .*`).ReplaceAllString(m, "$1 N")
+	m = regexp.MustCompile(`rdtarget_build_info\{.*\}`).ReplaceAllString(m, "rdtarget_build_info{BUILD}")
+	clitest.Golden(t, "metrics.txt", m)
+
+	r.Signal(unix.SIGUSR1)
+	r.Err.Await(t, `msg=state status=.*nqn\.2026-11\.io\.rdblk:test:disk`)
+
+	if err := os.Truncate(disk, 3<<20); err != nil {
+		t.Fatal(err)
+	}
+	r.Signal(unix.SIGHUP)
+	await("RELOADING=1")
+	await("READY=1")
+	if got := statusOf(t, dir).Target.Namespaces[0].Bytes; got != 3<<20 {
+		t.Errorf("size after growth and SIGHUP: %d", got)
+	}
+	if err := os.Truncate(disk, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	r.Signal(unix.SIGHUP)
+	r.Err.Await(t, `level=ERROR msg="sizes of the devices"`)
+	if got := statusOf(t, dir).Target.Namespaces[0].Bytes; got != 3<<20 {
+		t.Errorf("size after a shrink: %d, want the old one", got)
+	}
+
+	r.Signal(unix.SIGTERM)
+	await("STOPPING=1")
+	if code := r.Wait(t); code != 0 {
+		t.Errorf("exit %d: %s", code, r.Err)
+	}
+	if left, _ := os.ReadDir(dir); len(left) > 0 {
+		t.Errorf("left in the run directory: %v", left)
+	}
+	if _, out, _ := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir, "-o", "json"); out != "[]\n" {
+		t.Errorf("status after the end: %q", out)
+	}
+	checkNoGoroutinesLeft(t, before)
+}
+
+func TestReloadTakesHostsOver(t *testing.T) {
+	dir := clitest.Dir(t)
+	cfg := filepath.Join(dir, "c.yaml")
+	write := func(s string) {
+		if err := os.WriteFile(cfg, []byte(s), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const a, b = "nqn.2014-08.org.nvmexpress:uuid:11111111-1111-1111-1111-111111111111", "nqn.2014-08.org.nvmexpress:uuid:22222222-2222-2222-2222-222222222222"
+	write("listen: ['127.0.0.1:0']\nnamespaces: ['mem:1M']\nworkers: 1\nhosts: [" + a + "]\n")
+	run := filepath.Join(dir, "run")
+	r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", run)
+	r.Out.Await(t, "serving")
+	if h := statusOf(t, run).Target; len(h.Hosts) != 1 || h.Hosts[0] != a || h.AnyHost {
+		t.Errorf("hosts %v, any %v", h.Hosts, h.AnyHost)
+	}
+
+	write("listen: ['127.0.0.1:0']\nnamespaces: ['mem:1M']\nworkers: 1\nqueue_depth: 64\nhosts: [" + a + ", " + b + "]\n")
+	r.Signal(unix.SIGHUP)
+	r.Err.Await(t, `need a restart" settings=queue_depth`)
+	r.Err.Await(t, `msg=reloaded hosts=2 any=false`)
+	if h := statusOf(t, run).Target; len(h.Hosts) != 2 {
+		t.Errorf("hosts %v", h.Hosts)
+	}
+
+	write("hosts: [" + a + "\n")
+	r.Signal(unix.SIGHUP)
+	r.Err.Await(t, `msg="configuration is not taken over"`)
+	if h := statusOf(t, run).Target; len(h.Hosts) != 2 {
+		t.Errorf("hosts %v after a broken file", h.Hosts)
+	}
+	r.Signal(unix.SIGINT)
+	if code := r.Wait(t); code != 0 {
+		t.Errorf("exit %d: %s", code, r.Err)
+	}
+}
+
+func TestNameOfASecondServer(t *testing.T) {
+	dir := clitest.Dir(t)
+	start := func(args ...string) *clitest.Run {
+		return clitest.Start(newProgram, nil, append([]string{"serve", "--listen", "127.0.0.1:0", "--workers", "1", "--run-dir", dir}, args...)...)
+	}
+	a := start("mem:1M")
+	a.Out.Await(t, "serving")
+	b := start("mem:1M")
+	b.Out.Await(t, "serving")
+	if _, out, _ := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir); !strings.Contains(out, "mem\n") || !strings.Contains(out, "mem-2\n") {
+		t.Errorf("status\n%s", out)
+	}
+	c := start("--name", "mem", "mem:1M")
+	if code := c.Wait(t); code != 1 || !strings.Contains(c.Err.String(), "taken") {
+		t.Errorf("a taken name: exit %d, %s", code, c.Err)
+	}
+	for _, r := range []*clitest.Run{a, b} {
+		r.Signal(unix.SIGTERM)
+		if code := r.Wait(t); code != 0 {
+			t.Errorf("exit %d: %s", code, r.Err)
+		}
+	}
+}
+
+// The documented ways to set a thing, on the real command.
+func TestPrecedenceOnTheCommand(t *testing.T) {
+	dir := clitest.Dir(t)
+	cfg := filepath.Join(dir, "c.yaml")
+	os.WriteFile(cfg, []byte("nqn: nqn.2026-11.io.rdblk:file\nlisten: ['127.0.0.1:0']\nnamespaces: ['mem:1M']\nworkers: 1\n"), 0o600)
+	for i, c := range []struct {
+		environ []string
+		flags   []string
+		want    string
+	}{
+		{nil, nil, "nqn.2026-11.io.rdblk:file"},
+		{[]string{"RDTARGET_NQN=nqn.2026-11.io.rdblk:env"}, nil, "nqn.2026-11.io.rdblk:env"},
+		{[]string{"RDTARGET_NQN=nqn.2026-11.io.rdblk:env"}, []string{"--nqn", "nqn.2026-11.io.rdblk:flag"}, "nqn.2026-11.io.rdblk:flag"},
+	} {
+		r := clitest.Start(newProgram, append(c.environ, "RDTARGET_CONFIG="+cfg), append([]string{"serve", "--run-dir", filepath.Join(dir, "run")}, c.flags...)...)
+		if got := r.Out.Await(t, `serving (\S+) on`)[1]; got != c.want {
+			t.Errorf("%d: %s, want %s", i, got, c.want)
+		}
+		r.Signal(unix.SIGTERM)
+		r.Wait(t)
+	}
+}

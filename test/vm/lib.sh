@@ -155,9 +155,19 @@ fio_verify() {
 		--output-format=normal "${a[@]}" || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
 	grep -q 'err= 0' "$VM_OUT/fio$VM_SUFFIX.txt" || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
 }
-# fs_check DEV TREE [ext4|xfs]: file system on DEV, TREE copied in, unmounted, checked, mounted again, compared.
+# make_tree DIR [MB]: files of several sizes, links and an empty file, of random bytes.
+make_tree() {
+	mkdir -p "$1"/{small,large}
+	head -c $((${2:-24} << 19)) /dev/urandom | split -b 3333 -a 5 - "$1/small/"
+	head -c $((${2:-24} << 19)) /dev/urandom | split -b 1500k -a 5 - "$1/large/"
+	: >"$1/empty"
+	ln "$1/large/aaaaa" "$1/hardlink"
+	ln -s large/aaaab "$1/symlink"
+}
+# fs_check DEV [ext4|xfs [TREE]]: file system on DEV, TREE copied in, unmounted, checked, mounted again, compared.
 fs_check() {
-	local dev=$1 tree=$2 fs=${3:-ext4} m=/mnt/fs_check
+	local dev=$1 fs=${2:-ext4} tree=${3:-/run/tree} m=/mnt/fs_check
+	[ -e "$tree" ] || make_tree "$tree"
 	mkdir -p $m
 	case $fs in
 	ext4) mkfs.ext4 -q -F "$dev" ;;

@@ -20,7 +20,7 @@ for dev in "$@"; do
 	nvme_connect $addr $nqn -i 2
 	note "$dev: connected as $NVME"
 	[ "$(blockdev --getsize64 $NVME)" = $((256 << 20)) ]
-	fs_check $NVME "$VM_REPO/test/vm"
+	fs_check $NVME
 	note "$dev: file system done"
 	fio_verify $NVME
 	note "$dev: fio verify done"

@@ -1,0 +1,114 @@
+package vmtest
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+func script(t *testing.T, text string) string {
+	t.Helper()
+	f := filepath.Join(t.TempDir(), "script")
+	if err := os.WriteFile(f, []byte("#!/bin/bash\n"+text), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+// The harness itself: output, status, results, the read-only host, and what a dead or endless
+// machine looks like.
+func TestHarness(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	t.Run("status and results", func(t *testing.T) {
+		shown := t.TempDir()
+		if err := os.WriteFile(filepath.Join(shown, "there"), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		r, err := run(t, Config{
+			Program: script(t, `. "$VM_REPO/test/vm/lib.sh"
+				echo "args $*"; echo "word $WORD"; echo result >"$VM_OUT/file"; [ -e '`+shown+`/there' ]; echo lost >"$VM_REPO/test/vm/probe"
+				[ "$(cat "$VM_REPO/go.mod" | head -1)" = "module rdblk" ]
+				grep -q ^nbd /proc/modules && exit 1; modprobe nbd; [ -b /dev/nbd0 ]
+				exit 41`),
+			Args: []string{"a b", "$c"}, Env: []string{"WORD=x 'y' $z"}, Show: []string{shown},
+		})
+		if exit, ok := err.(*exec.ExitError); !ok || exit.ExitCode() != 41 {
+			t.Fatalf("%v\n%s", err, r.Output)
+		}
+		if !strings.Contains(r.Output, "args a b $c\nword x 'y' $z\n") {
+			t.Errorf("output: %s", r.Output)
+		}
+		if b, err := os.ReadFile(filepath.Join(r.Dir, "file")); err != nil || string(b) != "result\n" {
+			t.Errorf("result: %q, %v", b, err)
+		}
+		if _, err := os.Stat(filepath.Join(Dir(), "probe")); err == nil {
+			t.Error("the machine wrote to the host")
+		}
+		if !strings.Contains(r.Output, "Power Off") {
+			t.Error("a failure does not show the console's end")
+		}
+	})
+	t.Run("panic", func(t *testing.T) {
+		r, err := run(t, Config{Program: script(t, "echo before; sleep 1; echo c >/proc/sysrq-trigger; sleep 99")})
+		if err == nil || !strings.Contains(err.Error(), "the machine died") || !strings.Contains(r.Output, "sysrq triggered crash") {
+			t.Fatalf("%v\n%s", err, r.Output)
+		}
+	})
+	t.Run("time limit", func(t *testing.T) {
+		start := time.Now()
+		r, err := run(t, Config{Program: script(t, "echo stuck; sleep 999"), Timeout: time.Minute})
+		if err == nil || !strings.Contains(err.Error(), "not done after") || !strings.Contains(r.Output, "sleep 999") {
+			t.Fatalf("%v\n%s", err, r.Output)
+		}
+		t.Logf("after %v", time.Since(start))
+	})
+}
+
+// Two machines on one wire.
+func TestPeer(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	one := script(t, `. "$VM_REPO/test/vm/lib.sh"
+		rxe_on eth0
+		if [ $VM_ROLE = 0 ]; then
+			rping -s -a 10.99.0.1 -C 3 & p=$!
+			wait_for 30 sh -c 'rdma resource show cm_id | grep -q LISTEN'
+			vm_signal listening "hello"
+			wait $p
+			[ "$(vm_wait over 120)" = bye ]
+		else
+			[ "$(vm_wait listening 120)" = hello ]
+			wait_for 60 rping -c -a 10.99.0.1 -C 3
+			vm_signal over bye
+		fi
+		echo "role $VM_ROLE done"`)
+	r := Run(t, Config{Program: one, Peer: one})
+	for _, want := range []string{"role 0 done\n", "peer: role 1 done\n"} {
+		if !strings.Contains("\n"+r.Output, "\n"+want) {
+			t.Errorf("no %q in the output", want)
+		}
+	}
+	bad := script(t, `sleep 1; exit 9`)
+	r, err := run(t, Config{Program: script(t, "sleep 999"), Peer: bad})
+	if exit, ok := err.(*exec.ExitError); !ok || exit.ExitCode() != 9 {
+		t.Errorf("a peer that fails: %v\n%s", err, r.Output)
+	}
+}
+
+// The kernel against itself: the ground every other test in the machine stands on.
+func TestSmoke(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	for _, dev := range []string{"rxe", "siw"} {
+		t.Run(dev, func(t *testing.T) {
+			Run(t, Config{Program: filepath.Join(Dir(), "guest", "smoke.sh"), Args: []string{dev}})
+		})
+	}
+}

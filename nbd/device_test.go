@@ -1,6 +1,7 @@
 package nbd
 
 import (
+	"bytes"
 	"fmt"
 	"sync"
 	"testing"
@@ -62,6 +63,14 @@ func (d *memDevice) log() []string {
 	l := d.ops
 	d.ops = nil
 	return l
+}
+
+// content is a copy of the data. The lock is also what tells the race detector that
+// what a reply promised has happened before.
+func (d *memDevice) content() []byte {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return bytes.Clone(d.data)
 }
 
 func (d *memDevice) setFail(f func(op blockdev.Op, off, n int64) error) {

@@ -3,6 +3,7 @@ package nbd
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"flag"
 	"fmt"
 	"io"
@@ -117,6 +118,10 @@ func newRand(t testing.TB) *rand.Rand {
 }
 
 func fill(r *rand.Rand, b []byte) {
+	for len(b) >= 8 {
+		binary.LittleEndian.PutUint64(b, r.Uint64())
+		b = b[8:]
+	}
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}

@@ -22,6 +22,8 @@ const (
 	smallWindow = 2 << 10
 	// recvRounds bounds how often one Poll receives, so that other sources have their turn.
 	recvRounds = 4
+	// drainRounds bounds the same for what is refused on Shutdown.
+	drainRounds = 16
 	// sendBatch is the number of replies that leave without waiting for the rest of
 	// what was received: the client works on them meanwhile.
 	sendBatch = 16
@@ -121,7 +123,9 @@ type conn struct {
 	h      *worker.Handle
 	phase  phase
 	kicked bool // Poll has something to do
-	orphan bool // the worker has ended and took the queue's memory with it
+	// refusing answers new requests with ESHUTDOWN.
+	refusing bool
+	orphan   bool // the worker has ended and took the queue's memory with it
 
 	// Receiving.
 	rbuf   []byte
@@ -453,8 +457,16 @@ func (c *conn) begin(r *request) {
 	s.errno, s.why, s.fua, s.private = 0, "", false, false
 
 	in := c.dom.q.Info()
-	if e, why := validate(r, &in, &c.lim); e != 0 {
-		c.refuse(s, e, why)
+	e, why := validate(r, &in, &c.lim)
+	if c.refusing {
+		e, why = ESHUTDOWN, whyShutdown
+	}
+	if e != 0 {
+		left := 0
+		if r.cmd == cmdWrite { // whatever the header says, the payload is behind it
+			left = int(r.length)
+		}
+		c.refuse(s, e, why, left)
 		return
 	}
 	s.req.Flags = 0
@@ -500,13 +512,12 @@ func (c *conn) begin(r *request) {
 	}
 }
 
-// refuse answers s with an error. A WRITE has its payload behind it whatever the
-// header says, and that has to be read first.
-func (c *conn) refuse(s *slot, e Errno, why string) {
+// refuse answers s with an error, after left bytes of its payload have been thrown away.
+func (c *conn) refuse(s *slot, e Errno, why string, left int) {
 	s.errno, s.why = e, why
-	if s.cmd == cmdWrite && s.length > 0 {
+	if left > 0 {
 		s.state = slotSkip
-		c.skip = int64(s.length)
+		c.skip = int64(left)
 		c.window = recvSize
 		c.cur = s
 		return
@@ -776,13 +787,18 @@ func (c *conn) freeBuf(s *slot) {
 	}
 }
 
-// release makes a slot free again.
-func (c *conn) release(s *slot) {
+// dropBuf gives up the buffer that s has or waits for.
+func (c *conn) dropBuf(s *slot) {
 	if s.buf != nil {
 		c.freeBuf(s)
 	} else if s.state == slotMemory {
 		c.held -= s.size()
 	}
+}
+
+// release makes a slot free again.
+func (c *conn) release(s *slot) {
+	c.dropBuf(s)
 	s.state = slotFree
 	s.why = ""
 	s.next = c.free
@@ -848,44 +864,45 @@ func (c *conn) takeOut(s *slot) {
 
 // ---- the end
 
-// drain ends the connection softly: what is with the device is answered; what is read but not with the device is
-// refused with ESHUTDOWN; nothing more is read. For Shutdown.
+// drain ends the connection softly, for Shutdown: what is with the device is
+// answered; what the client has sent besides is refused with ESHUTDOWN, as far as
+// it is there; nothing more is read.
 func (c *conn) drain() {
 	if c.phase != phaseOpen {
 		return
 	}
 	c.closeWhy = whyShutdown
+	c.refusing = true
 	if s := c.cur; s != nil {
-		switch s.state {
-		case slotBytes, slotMemory, slotGranted:
-			if s.cmd == cmdRead {
-				if s.state == slotMemory {
-					c.dom.waiters.remove(c)
-					c.held -= s.size()
-				}
-				s.state = slotFree
-				c.cur = nil
-				s.errno, s.why = ESHUTDOWN, whyShutdown
-				c.reply(s)
-			}
+		if s.state == slotMemory {
+			c.dom.waiters.remove(c)
 		}
+		left := int(s.length) // of its payload
+		switch {
+		case s.state == slotSkip:
+			left = int(c.skip)
+		case s.state == slotPayload, s.private:
+			left -= c.got
+		}
+		c.dropBuf(s)
+		c.cur, c.pause = nil, pauseNone
+		if s.cmd != cmdWrite {
+			left = 0
+		}
+		c.refuse(s, ESHUTDOWN, whyShutdown, left)
 	}
-	for c.cur == nil && c.free != nil && c.w-c.r >= requestSize {
-		r, ok := parseRequest(c.rbuf[c.r:c.w])
-		n := requestSize
-		if r.cmd == cmdWrite {
-			n += int(r.length)
-		}
-		if !ok || r.cmd == cmdDisc || c.w-c.r < n {
+	c.parse()
+	for range drainRounds {
+		if !c.reading() {
 			break
 		}
-		c.r += n
-		s := c.free
-		c.free = s.next
-		c.used++
-		s.cmd, s.cookie, s.off, s.length = r.cmd, r.cookie, r.off, r.length
-		s.errno, s.why, s.fua, s.private, s.start = ESHUTDOWN, whyShutdown, false, false, c.moved
-		c.reply(s)
+		n, more := c.recv()
+		if n > 0 {
+			c.parse()
+		}
+		if !more {
+			break
+		}
 	}
 	c.stopReading()
 }

@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"bytes"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -490,6 +491,10 @@ func TestSettersPanic(t *testing.T) {
 	}
 	c.SetBlocks(1)
 	c.SetBlocks(MaxBlocks)
+	c.InitDSM(0, 1, 1, 0)
+	if c.DSMRangeCount() != 1 {
+		t.Errorf("%d ranges", c.DSMRangeCount())
+	}
 	c.InitDSM(0, 1, MaxDSMRanges, 0)
 	if c.DSMRangeCount() != MaxDSMRanges {
 		t.Errorf("%d ranges", c.DSMRangeCount())
@@ -571,6 +576,62 @@ func TestStrings(t *testing.T) {
 			seen[s] = i
 		}
 	}
+}
+
+// TestNumbers has the numbers of the enumerations that no golden file holds.
+func TestNumbers(t *testing.T) {
+	check := func(name string, got, want []int) {
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: %#x, want %#x", name, got, want)
+		}
+	}
+	check("opcodes", ints(OpFlush, OpWrite, OpRead, OpWriteUncorrectable, OpCompare, OpWriteZeroes, OpDatasetManagement, OpVerify,
+		OpReservationRegister, OpReservationReport, OpReservationAcquire, OpReservationRelease, OpCopy, OpFabrics),
+		[]int{0, 1, 2, 4, 5, 8, 9, 0x0C, 0x0D, 0x0E, 0x11, 0x15, 0x19, 0x7F})
+	check("admin opcodes", ints(AdminDeleteSQ, AdminCreateSQ, AdminGetLogPage, AdminDeleteCQ, AdminCreateCQ, AdminIdentify, AdminAbort,
+		AdminSetFeatures, AdminGetFeatures, AdminAsyncEventRequest, AdminKeepAlive, AdminFabrics),
+		[]int{0, 1, 2, 4, 5, 6, 8, 9, 0x0A, 0x0C, 0x18, 0x7F})
+	check("fabrics types", ints(FabricsPropertySet, FabricsConnect, FabricsPropertyGet, FabricsAuthSend, FabricsAuthReceive, FabricsDisconnect),
+		[]int{0, 1, 4, 5, 6, 8})
+	check("CNS", ints(CNSNamespace, CNSController, CNSActiveNamespaces, CNSNamespaceDescriptors, CNSCommandSetNamespace,
+		CNSCommandSetController, CNSCommandSetActiveList, CNSIndependentNamespace, CNSAllocatedNamespaceList, CNSAllocatedNamespace,
+		CNSNamespaceControllers, CNSControllers, CNSCommandSets),
+		[]int{0, 1, 2, 3, 5, 6, 7, 8, 0x10, 0x11, 0x12, 0x13, 0x1C})
+	check("features", ints(FeatureArbitration, FeaturePowerManagement, FeatureTemperature, FeatureErrorRecovery, FeatureVolatileCache,
+		FeatureNumberOfQueues, FeatureInterruptCoalesce, FeatureInterruptVector, FeatureWriteAtomicity, FeatureAsyncEventConfig,
+		FeatureAutonomousPower, FeatureTimestamp, FeatureKeepAliveTimer, FeatureHostBehavior, FeatureHostIdentifier,
+		FeatureReservationMask, FeatureReservationPersis, FeatureWriteProtection),
+		[]int{1, 2, 4, 5, 6, 7, 8, 9, 0x0A, 0x0B, 0x0C, 0x0E, 0x0F, 0x16, 0x81, 0x82, 0x83, 0x84})
+	check("log pages", ints(LogSupportedPages, LogError, LogSmart, LogFirmwareSlot, LogChangedNamespaces, LogEffects, LogANA,
+		LogDiscovery, LogReservation), []int{0, 1, 2, 3, 4, 5, 0x0C, 0x70, 0x80})
+	check("transports", ints(TransportRDMA, TransportFC, TransportTCP, TransportLoop), []int{1, 2, 3, 254})
+	check("families", ints(FamilyIPv4, FamilyIPv6, FamilyIB, FamilyFC, FamilyLoop), []int{1, 2, 3, 4, 254})
+	check("subsystems", ints(SubsystemReferral, SubsystemNVM, SubsystemDiscovery), []int{1, 2, 3})
+	check("RDMA", []int{RDMAQPConnected, RDMAQPDatagram, RDMAProviderAny, RDMAProviderIB, RDMAProviderRoCE, RDMAProviderRoCEv2,
+		RDMAProviderIWARP, RDMACMSRdmaCM}, []int{1, 2, 1, 2, 3, 4, 5, 1})
+	check("TREQ", []int{TREQSecureRequired, TREQSecureNotRequired, TREQDisableSQFlow}, []int{1, 2, 4})
+	check("EFLAGS", []int{EFLAGSDuplicate, EFLAGSPersistent, EFLAGSNoCDC}, []int{1, 2, 4})
+	check("ONCS", []int{ONCSCompare, ONCSWriteUncorrectable, ONCSDatasetManagement, ONCSWriteZeroes, ONCSSaveSelect,
+		ONCSReservations, ONCSTimestamp, ONCSVerify, ONCSCopy}, []int{1, 2, 4, 8, 16, 32, 64, 128, 256})
+	check("VWC", []int{VWCPresent, VWCFlushNoAll, VWCFlushAll}, []int{1, 4, 6})
+	check("SGLS", []int{SGLSByteAligned, SGLSDwordAligned, SGLSKeyed, SGLSBitBucket, SGLSOffset, SGLSTransportData},
+		[]int{1, 2, 4, 0x10000, 0x100000, 0x200000})
+	check("CMIC, LPA, CTRATT", []int{CMICMultiPort, CMICMultiController, CMICANA, LPASmartPerNamespace, LPAEffects, LPAExtended,
+		CTRATTHostID128, CTRATTTrafficKeep, CTRATTExtendedLBA}, []int{1, 2, 8, 1, 2, 4, 1, 0x40, 0x8000})
+	check("namespace", []int{NSFEATThin, NSFEATAtomic, NSFEATDeallocErr, NSFEATUIDReuse, NSFEATOptPerf, NMICShared, NSATTRProtected,
+		DLFEATReadZeros, DLFEATReadOnes, DLFEATDEAC, FLBASExtended, IndependentRotational, IndependentNoWriteCache, NSTATReady},
+		[]int{1, 2, 4, 8, 16, 1, 1, 1, 2, 8, 16, 16, 32, 1})
+	check("limits", []int{CommandSize, CompletionSize, IdentifySize, ConnectDataSize, DefaultPort, DiscoveryPort, MaxNQNLength,
+		MaxDSMRanges, MaxBlocks, MaxKeyedLength, CNTLIDDynamic, CNTLIDStatic, MaxCNTLID, AdminQueueDepth, NSSRReset},
+		[]int{64, 16, 4096, 1024, 4420, 8009, 223, 256, 65536, 0xFFFFFF, 0xFFFF, 0xFFFE, 0xFFEF, 32, 0x4E564D65})
+}
+
+func ints[T ~uint8](all ...T) []int {
+	var n []int
+	for _, v := range all {
+		n = append(n, int(v))
+	}
+	return n
 }
 
 // TestDirections compares what the opcodes claim with the specification's table.

@@ -154,7 +154,7 @@ func (a *association) attachQueues() {
 		for k := j % n; k < len(a.s.queues); k += n {
 			sharers++
 		}
-		quota := max(1, int(l.sqsize())/sharers)
+		quota := max(1, l.usable/sharers)
 		_ = q.w.Call(func() { q.attach(l, quota) })
 	}
 }
@@ -202,6 +202,10 @@ func (a *association) goKeepAlive() {
 // watchEvents asks for notices about namespaces and keeps one Asynchronous Event Request outstanding.
 func (a *association) watchEvents(ctx context.Context) {
 	c := a.ctrl
+	if c.lane.usable < 2 {
+		a.log.Warn("admin queue has no room for an Asynchronous Event Request: changes at the target are not seen", "usable", c.lane.usable)
+		return
+	}
 	if want := c.ident.OAES & protocol.EventConfigNamespace; want != 0 {
 		if _, err := c.setFeature(ctx, protocol.FeatureAsyncEventConfig, uint32(want)); err != nil {
 			a.log.Warn("asynchronous events not configured", "error", err)

@@ -190,6 +190,7 @@ type lane struct {
 	scratch   []byte
 
 	slots   []slot
+	usable  int // slots that the target has receives for
 	free    []uint16
 	cqes    []byte
 	recvs   []rdma.RecvWR // by receive buffer
@@ -273,6 +274,7 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 		usable = max(n-1, 1)
 		cfg.log.Info("target posted fewer receives than the queue has entries", "qid", cfg.qid, "depth", depth, "crqsize", n)
 	}
+	l.usable = usable
 	for i := usable - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
 	}

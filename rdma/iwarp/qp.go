@@ -275,15 +275,18 @@ func (q *qp) PostSend(wrs ...rdma.SendWR) (int, error) {
 	if q.state == stateInit {
 		return 0, errNotReady
 	}
-	for i := range wrs {
-		if err := q.postSend(&wrs[i]); err != nil {
-			return i, err
+	n := 0
+	var err error
+	for n < len(wrs) {
+		if err = q.postSend(&wrs[n]); err != nil {
+			break
 		}
+		n++
 	}
-	if q.state == stateRTS && len(wrs) > 0 {
+	if n > 0 && q.state == stateRTS {
 		q.scq.kick(q)
 	}
-	return len(wrs), nil
+	return n, err
 }
 
 func (q *qp) postSend(w *rdma.SendWR) error {
@@ -404,15 +407,18 @@ func (q *qp) PostRecv(wrs ...rdma.RecvWR) (int, error) {
 	if q.closed {
 		return 0, rdma.ErrClosed
 	}
-	for i := range wrs {
-		if err := q.postRecv(&wrs[i]); err != nil {
-			return i, err
+	n := 0
+	var err error
+	for n < len(wrs) {
+		if err = q.postRecv(&wrs[n]); err != nil {
+			break
 		}
+		n++
 	}
-	if q.state == stateErr {
+	if n > 0 && q.state == stateErr {
 		q.flushRecv(rdma.StatusFlush)
 	}
-	return len(wrs), nil
+	return n, err
 }
 
 func (q *qp) postRecv(w *rdma.RecvWR) error {

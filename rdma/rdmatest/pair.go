@@ -57,9 +57,11 @@ type PairConfig struct {
 	QP       rdma.QPConfig // without CQs
 	CQDepth  int
 	MemSize  int
-	IRD, ORD int // both sides; default 16
+	IRD, ORD int // both sides; default 16, -1 is none
 	PassiveP rdma.ConnParam
 	ActiveP  rdma.ConnParam
+	// TweakA and TweakB change the QP configuration of one end.
+	TweakA, TweakB func(*rdma.QPConfig)
 }
 
 func (c PairConfig) withDefaults() PairConfig {
@@ -80,6 +82,8 @@ func (c PairConfig) withDefaults() PairConfig {
 	for _, p := range []*rdma.ConnParam{&c.PassiveP, &c.ActiveP} {
 		def(&p.ResponderResources, c.IRD)
 		def(&p.InitiatorDepth, c.ORD)
+		p.ResponderResources = max(p.ResponderResources, 0)
+		p.InitiatorDepth = max(p.InitiatorDepth, 0)
 	}
 	return c
 }
@@ -90,6 +94,7 @@ type Suite struct {
 	P    rdma.Provider
 	L    rdma.Listener
 	Addr netip.Addr
+	seen func(rdma.Device)
 }
 
 // NewSuite listens on addr, any port.
@@ -167,6 +172,9 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 	if err != nil {
 		t.Fatal(err)
 	}
+	if s.seen != nil {
+		s.seen(ca.Device())
+	}
 	own := func(p **Side, name string, dev rdma.Device) {
 		if *p == nil {
 			side := NewSide(t, name, dev, cfg.CQDepth, cfg.MemSize)
@@ -176,7 +184,7 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 	}
 	own(&a, "active", ca.Device())
 	p := &Pair{T: t, A: &End{Side: a, Conn: ca}}
-	p.A.QP, err = ca.CreateQP(a.PD, qpConfig(cfg.QP, a.CQ))
+	p.A.QP, err = ca.CreateQP(a.PD, qpConfig(cfg.QP, a.CQ, cfg.TweakA))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +206,7 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 	}
 	own(&b, "passive", cb.Device())
 	p.B = &End{Side: b, Conn: cb}
-	if p.B.QP, err = cb.CreateQP(b.PD, qpConfig(cfg.QP, b.CQ)); err != nil {
+	if p.B.QP, err = cb.CreateQP(b.PD, qpConfig(cfg.QP, b.CQ, cfg.TweakB)); err != nil {
 		t.Fatal(err)
 	}
 	if prepB != nil {
@@ -216,12 +224,10 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 	return p
 }
 
-func qpConfig(c rdma.QPConfig, cq rdma.CQ) rdma.QPConfig {
-	if c.SendCQ == nil {
-		c.SendCQ = cq
-	}
-	if c.RecvCQ == nil {
-		c.RecvCQ = cq
+func qpConfig(c rdma.QPConfig, cq rdma.CQ, tweak func(*rdma.QPConfig)) rdma.QPConfig {
+	c.SendCQ, c.RecvCQ = cq, cq
+	if tweak != nil {
+		tweak(&c)
 	}
 	return c
 }

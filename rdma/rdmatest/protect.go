@@ -1,0 +1,443 @@
+package rdmatest
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"rdblk/rdma"
+)
+
+// badKey is a way to name memory that the peer has not opened.
+type badKey struct {
+	what string
+	key  uint32
+	addr uint64
+	n    int
+}
+
+// protected makes B's memory with things around it that A must not reach.
+func protected(s *Suite, b *Side, right, missing rdma.Access) []badKey {
+	t := s.T
+	reg := func(pd rdma.PD, mem []byte, access rdma.Access) rdma.MR {
+		mr, err := pd.Register(mem, access)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { mr.Deregister() })
+		return mr
+	}
+	other, err := b.Dev.AllocPD()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { other.Close() })
+	foreign := reg(other, b.Mem[:65536], AllAccess)
+	part := reg(b.PD, b.Mem[65536:131072], right|rdma.AccessLocalWrite)
+	noRight := reg(b.PD, b.Mem[:65536], missing|rdma.AccessLocalWrite)
+	gone := reg(b.PD, b.Mem[:65536], AllAccess)
+	if err := gone.Deregister(); err != nil {
+		t.Fatal(err)
+	}
+	k := part.RKey()
+	return []badKey{
+		{"key byte wrong", k ^ 0x5A, part.Addr(), 100},
+		{"index wrong", k ^ 0x00400000, part.Addr(), 100},
+		{"key 0", 0, part.Addr(), 100},
+		{"all ones", ^uint32(0), part.Addr(), 100},
+		{"stale key", gone.RKey(), gone.Addr(), 100},
+		{"other protection domain", foreign.RKey(), foreign.Addr(), 100},
+		{"right missing", noRight.RKey(), noRight.Addr(), 100},
+		{"one byte over the end", k, part.Addr() + 65536 - 99, 100},
+		{"starts at the end", k, part.Addr() + 65536, 1},
+		{"one byte before the start", k, part.Addr() - 1, 100},
+		{"large and over the end", k, part.Addr() + 1, 65536},
+		{"address 0", k, 0, 100},
+		{"ends at 2^64", k, ^uint64(0) - 99, 100},
+		{"wraps 2^64", k, ^uint64(0) - 49, 100},
+	}
+}
+
+func testRemoteKeys(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	witness := s.Connect(a, b, PairConfig{}, nil, nil)
+	for _, k := range protected(s, b, rdma.AccessRemoteWrite, rdma.AccessRemoteRead) {
+		p := s.Connect(a, b, PairConfig{}, nil, func(e *End) { e.PostRecv(t, 1, 1<<20-64, 64) })
+		fill(a.Mem, 1)
+		clear(b.Mem)
+		p.A.Post(t, rdma.SendWR{ID: 1, Op: rdma.OpWrite, SGL: []rdma.SGE{a.SGE(0, k.n)}, RemoteAddr: k.addr, RKey: k.key},
+			rdma.SendWR{ID: 2, Op: rdma.OpSend, SGL: []rdma.SGE{a.SGE(0, 8)}})
+		// A Write may complete before the peer has looked at it, so the requester learns
+		// of it by the end of the connection. The Send behind it must not arrive.
+		errA, errB := p.Ended(p.A), p.Ended(p.B)
+		for _, err := range []error{errA, errB} {
+			if err == nil || errors.Is(err, rdma.ErrDisconnected) {
+				t.Errorf("%s: connection ended with %v", k.what, err)
+			}
+		}
+		if wc := p.Wait(p.B, 1)[0]; wc.Status == rdma.StatusSuccess {
+			t.Errorf("%s: message behind a forbidden Write arrived", k.what)
+		}
+		for i, c := range b.Mem {
+			if k.n > 1000 && i >= 65536 && i < 131072 {
+				continue // providers check segment by segment: the first ones may be placed
+			}
+			if c != 0 {
+				t.Fatalf("%s: forbidden Write changed memory at %d", k.what, i)
+			}
+		}
+		stillWorks(t, witness)
+	}
+}
+
+func testRemoteKeysRead(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	witness := s.Connect(a, b, PairConfig{}, nil, nil)
+	for _, k := range protected(s, b, rdma.AccessRemoteRead, rdma.AccessRemoteWrite) {
+		p := s.Connect(a, b, PairConfig{}, nil, nil)
+		fill(b.Mem, 1)
+		clear(a.Mem)
+		p.A.Post(t, rdma.SendWR{ID: 1, Op: rdma.OpRead, SGL: []rdma.SGE{a.SGE(0, k.n)}, RemoteAddr: k.addr, RKey: k.key},
+			rdma.SendWR{ID: 2, Op: rdma.OpRead, SGL: []rdma.SGE{a.SGE(1<<19, 8)}, RemoteAddr: b.At(0), RKey: b.MR.RKey()})
+		l := p.Wait(p.A, 2)
+		if l[0].ID != 1 || l[0].Status != rdma.StatusRemoteAccess || l[1].ID != 2 || l[1].Status != rdma.StatusFlush {
+			t.Errorf("%s: %+v", k.what, l)
+		}
+		p.Ended(p.A)
+		p.Ended(p.B)
+		for i, c := range a.Mem[:1<<19] {
+			if c != 0 {
+				t.Fatalf("%s: forbidden Read brought data to %d", k.what, i)
+			}
+		}
+		stillWorks(t, witness)
+	}
+}
+
+func stillWorks(t testing.TB, p *Pair) {
+	t.Helper()
+	p.B.PostRecv(t, 99, 0, 64)
+	p.A.Post(t, rdma.SendWR{ID: 98, Op: rdma.OpSend, Flags: rdma.FlagSignaled, SGL: []rdma.SGE{p.A.SGE(0, 64)}})
+	p.WaitOK(p.B, 1)
+	p.WaitOK(p.A, 1)
+}
+
+// testZeroLength: an operation without bytes touches nothing, so its key is not looked at.
+func testZeroLength(s *Suite) {
+	t := s.T
+	p := s.Connect(nil, nil, PairConfig{}, nil, nil)
+	p.A.Post(t, rdma.SendWR{ID: 1, Op: rdma.OpWrite, Flags: rdma.FlagSignaled, RemoteAddr: 12345, RKey: 0x12345678},
+		rdma.SendWR{ID: 2, Op: rdma.OpRead, Flags: rdma.FlagSignaled, RemoteAddr: 12345, RKey: 0x12345678})
+	p.WaitOK(p.A, 2)
+	stillWorks(t, p)
+}
+
+// newWindow skips tests of windows where there are none.
+func newWindow(s *Suite, side *Side) rdma.MW {
+	s.T.Helper()
+	mw, err := side.PD.AllocMW()
+	if !deviceInfo(s).MemWindows {
+		if !errors.Is(err, rdma.ErrNotSupported) {
+			s.T.Fatalf("window from a device without windows: %v", err)
+		}
+		s.T.Skip("device has no memory windows")
+	}
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	s.T.Cleanup(func() { mw.Close() })
+	return mw
+}
+
+func bindWR(id uint64, mw rdma.MW, e *End, off, n int, access rdma.Access) rdma.SendWR {
+	return rdma.SendWR{ID: id, Op: rdma.OpBindMW, Flags: rdma.FlagSignaled, Window: mw, SGL: []rdma.SGE{e.SGE(off, n)}, Access: access}
+}
+
+func testWindows(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	mw := newWindow(s, a)
+	p := s.Connect(a, b, PairConfig{}, nil, nil)
+	keys := map[uint32]bool{}
+	const off, n = 1000, 5000
+	// Bind, let the peer use it both ways, invalidate locally; again and again, every
+	// time with another key.
+	for round := range 20 {
+		before := mw.RKey()
+		p.A.Post(t, bindWR(1, mw, p.A, off, n, rdma.AccessRemoteWrite|rdma.AccessRemoteRead))
+		key := mw.RKey()
+		if key == before || key>>8 != before>>8 || keys[key] {
+			t.Fatalf("key %#x after %#x", key, before)
+		}
+		keys[key] = true
+		p.B.PostRecv(t, 1, 1<<20-64, 64)
+		p.A.Post(t, rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled})
+		p.WaitOK(p.A, 2)
+		p.WaitOK(p.B, 1)
+		clear(a.Mem)
+		fill(b.Mem[:n], uint64(round))
+		p.B.Post(t, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{b.SGE(0, n)}, RemoteAddr: a.At(off), RKey: key},
+			rdma.SendWR{Op: rdma.OpRead, Flags: rdma.FlagSignaled, SGL: []rdma.SGE{b.SGE(8192, n)}, RemoteAddr: a.At(off), RKey: key})
+		p.WaitOK(p.B, 1)
+		if !bytes.Equal(a.Mem[off:off+n], b.Mem[:n]) || !bytes.Equal(b.Mem[8192:8192+n], b.Mem[:n]) {
+			t.Fatal("data through the window wrong")
+		}
+		p.A.Post(t, rdma.SendWR{ID: 2, Op: rdma.OpLocalInvalidate, Flags: rdma.FlagSignaled, InvalidateRKey: key})
+		if wc := p.WaitOK(p.A, 1)[0]; wc.ID != 2 {
+			t.Fatalf("%+v", wc)
+		}
+	}
+	// Closed again.
+	clear(a.Mem)
+	p.B.Post(t, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{b.SGE(0, 8)}, RemoteAddr: a.At(off), RKey: mw.RKey()})
+	if err := p.Ended(p.A); errors.Is(err, rdma.ErrDisconnected) {
+		t.Error("Write through an invalidated window was allowed")
+	}
+	if a.Mem[off] != 0 {
+		t.Error("Write through an invalidated window changed memory")
+	}
+}
+
+func testWindowRights(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 8192, 1<<20), NewSide(t, "passive", dev, 8192, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	const off, n = 4096, 8192
+	mw := newWindow(s, a)
+	stranger := s.Connect(a, b, PairConfig{}, nil, nil) // of the same domain, on the same CQs
+	type try struct {
+		what   string
+		op     rdma.Opcode
+		access rdma.Access
+		addr   uint64
+		n      int
+		key    func(k uint32) uint32
+		via    func(p *Pair) *End
+	}
+	own := func(p *Pair) *End { return p.B }
+	same := func(k uint32) uint32 { return k }
+	tries := []try{
+		{"Write to a window for reading", rdma.OpWrite, rdma.AccessRemoteRead, a.At(off), 8, same, own},
+		{"Read from a window for writing", rdma.OpRead, rdma.AccessRemoteWrite, a.At(off), 8, same, own},
+		{"Write one byte over the end", rdma.OpWrite, rdma.AccessRemoteWrite, a.At(off + n - 7), 8, same, own},
+		{"Write one byte before the start", rdma.OpWrite, rdma.AccessRemoteWrite, a.At(off - 1), 8, same, own},
+		{"Read over the end", rdma.OpRead, rdma.AccessRemoteRead, a.At(off + 1), n, same, own},
+		{"Write with an older key", rdma.OpWrite, rdma.AccessRemoteWrite, a.At(off), 8, func(k uint32) uint32 { return k&^0xFF | (k-1)&0xFF }, own},
+		{"Write on another connection", rdma.OpWrite, rdma.AccessRemoteWrite, a.At(off), 8, same, nil},
+		{"Read on another connection", rdma.OpRead, rdma.AccessRemoteRead, a.At(off), 8, same, nil},
+	}
+	for _, tr := range tries {
+		p := s.Connect(a, b, PairConfig{}, nil, func(e *End) { e.PostRecv(t, 1, 1<<20-64, 64) })
+		clear(a.Mem)
+		clear(b.Mem)
+		copy(a.Mem[off-8:], "12345678")
+		p.A.Post(t, bindWR(1, mw, p.A, off, n, tr.access), rdma.SendWR{Op: rdma.OpSend})
+		p.WaitOK(p.A, 1)
+		p.WaitOK(p.B, 1)
+		from, bystander := p, stranger
+		if tr.via == nil {
+			from, bystander = s.Connect(a, b, PairConfig{}, nil, nil), p
+			from.B.PostRecv(t, 1, 1<<20-64, 64) // the active side speaks first
+			from.A.Post(t, rdma.SendWR{Op: rdma.OpSend})
+			from.WaitOK(from.B, 1)
+		}
+		fill(b.Mem[:n], 7)
+		want := bytes.Clone(b.Mem[:n])
+		from.B.Post(t, rdma.SendWR{ID: 5, Op: tr.op, SGL: []rdma.SGE{b.SGE(0, tr.n)}, RemoteAddr: tr.addr, RKey: tr.key(mw.RKey())})
+		if err := from.Ended(from.A); err == nil || errors.Is(err, rdma.ErrDisconnected) {
+			t.Errorf("%s: owner of the window: %v", tr.what, err)
+		}
+		from.Ended(from.B)
+		if tr.op == rdma.OpRead {
+			if wc := from.Wait(from.B, 1)[0]; wc.Status != rdma.StatusRemoteAccess {
+				t.Errorf("%s: %+v", tr.what, wc)
+			}
+			if !bytes.Equal(b.Mem[:n], want) {
+				t.Errorf("%s: data came back", tr.what)
+			}
+		}
+		clear(a.Mem[off-8 : off])
+		for i, c := range a.Mem {
+			if c != 0 {
+				t.Fatalf("%s: memory changed at %d", tr.what, i)
+			}
+		}
+		stillWorks(t, bystander)
+		p.Close() // unbinds
+	}
+}
+
+func testSendInvalidate(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	mw := newWindow(s, a)
+	p := s.Connect(a, b, PairConfig{}, nil, nil)
+	for round := range 10 {
+		p.B.PostRecv(t, 1, 1<<20-64, 64)
+		p.A.PostRecv(t, 7, 1<<20-64, 64)
+		p.A.Post(t, bindWR(1, mw, p.A, 0, 4096, rdma.AccessRemoteWrite), rdma.SendWR{Op: rdma.OpSend})
+		p.WaitOK(p.A, 1)
+		p.WaitOK(p.B, 1)
+		key := mw.RKey()
+		op := rdma.SendWR{Op: rdma.OpSendInvalidate, InvalidateRKey: key, SGL: []rdma.SGE{b.SGE(0, 16)}}
+		if round%2 == 1 {
+			op.Flags |= rdma.FlagSolicited | rdma.FlagInline
+		}
+		p.B.Post(t, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{b.SGE(0, 4096)}, RemoteAddr: a.At(0), RKey: key}, op)
+		wc := p.WaitOK(p.A, 1)[0]
+		if !wc.Recv || wc.ID != 7 || wc.ByteLen != 16 || !wc.Invalidated || wc.RKey != key {
+			t.Fatalf("%+v, want key %#x invalidated", wc, key)
+		}
+		if round == 5 { // what is invalid already may be invalidated again
+			p.A.Post(t, rdma.SendWR{ID: 3, Op: rdma.OpLocalInvalidate, Flags: rdma.FlagSignaled, InvalidateRKey: key})
+			p.WaitOK(p.A, 1)
+		}
+	}
+	clear(a.Mem)
+	p.B.Post(t, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{b.SGE(0, 8)}, RemoteAddr: a.At(0), RKey: mw.RKey()})
+	if err := p.Ended(p.A); errors.Is(err, rdma.ErrDisconnected) {
+		t.Error("Write through an invalidated window was allowed")
+	}
+	if a.Mem[0] != 0 {
+		t.Error("Write through an invalidated window changed memory")
+	}
+}
+
+// testSendInvalidateForeign: a peer closes only what was opened to it.
+func testSendInvalidateForeign(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	mw := newWindow(s, a)
+	owner := s.Connect(a, b, PairConfig{}, nil, func(e *End) { e.PostRecv(t, 1, 1<<20-64, 64) })
+	owner.A.Post(t, bindWR(1, mw, owner.A, 0, 4096, rdma.AccessRemoteWrite), rdma.SendWR{Op: rdma.OpSend})
+	owner.WaitOK(owner.A, 1)
+	owner.WaitOK(owner.B, 1)
+	for what, key := range map[string]uint32{"a window of another connection": mw.RKey(), "registered memory": a.MR.RKey(), "nothing": mw.RKey() ^ 0x40000000} {
+		p := s.Connect(a, b, PairConfig{}, func(e *End) { e.PostRecv(t, 2, 1<<20-128, 64) }, func(e *End) { e.PostRecv(t, 1, 1<<20-64, 64) })
+		p.A.Post(t, rdma.SendWR{Op: rdma.OpSend})
+		p.WaitOK(p.B, 1)
+		p.B.Post(t, rdma.SendWR{ID: 4, Op: rdma.OpSendInvalidate, InvalidateRKey: key})
+		if wc := p.Wait(p.A, 1)[0]; wc.Status == rdma.StatusSuccess {
+			t.Errorf("message that invalidates %s was received: %+v", what, wc)
+		}
+		if err := p.Ended(p.A); errors.Is(err, rdma.ErrDisconnected) {
+			t.Errorf("%s: %v", what, err)
+		}
+		p.Ended(p.B)
+	}
+	// The window is open still.
+	fill(b.Mem[:4096], 77)
+	owner.A.PostRecv(t, 1, 1<<20-64, 64)
+	owner.B.Post(t, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{b.SGE(0, 4096)}, RemoteAddr: a.At(0), RKey: mw.RKey()}, rdma.SendWR{Op: rdma.OpSend})
+	owner.WaitOK(owner.A, 1)
+	if !bytes.Equal(a.Mem[:4096], b.Mem[:4096]) {
+		t.Error("data through the window wrong")
+	}
+	// Local invalidate is as strict.
+	p := s.Connect(a, b, PairConfig{}, nil, nil)
+	p.A.Post(t, rdma.SendWR{ID: 8, Op: rdma.OpLocalInvalidate, InvalidateRKey: mw.RKey()})
+	if wc := p.Wait(p.A, 1)[0]; wc.ID != 8 || wc.Status == rdma.StatusSuccess {
+		t.Errorf("local invalidate of another connection's window: %+v", wc)
+	}
+	// And a bound window is not bound again.
+	p = s.Connect(a, b, PairConfig{}, nil, nil)
+	p.A.Post(t, bindWR(9, mw, p.A, 0, 16, rdma.AccessRemoteRead))
+	if wc := p.Wait(p.A, 1)[0]; wc.ID != 9 || wc.Status != rdma.StatusMWBind {
+		t.Errorf("bind of a bound window: %+v", wc)
+	}
+}
+
+func testWindowOfClosedQP(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	mw := newWindow(s, a)
+	for range 3 {
+		p := s.Connect(a, b, PairConfig{}, nil, nil)
+		p.A.Post(t, bindWR(1, mw, p.A, 0, 4096, rdma.AccessRemoteWrite))
+		p.WaitOK(p.A, 1)
+		p.Close() // with the window bound: it is free again
+	}
+	if err := mw.Close(); err != nil {
+		t.Fatal(err)
+	}
+	p := s.Connect(a, b, PairConfig{}, nil, nil)
+	if _, err := p.A.QP.PostSend(bindWR(1, mw, p.A, 0, 16, rdma.AccessRemoteRead)); !errors.Is(err, rdma.ErrInvalid) && !errors.Is(err, rdma.ErrClosed) {
+		t.Errorf("bind of a closed window: %v", err)
+	}
+}
+
+// testDeregister unmaps memory right after Deregister has returned, while a peer
+// is writing to it and reading from it as fast as it can: if the provider touched it
+// once more, the process would die.
+func testDeregister(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	const n = 256 << 10
+	for round := range 30 {
+		mem, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+		if err != nil {
+			t.Fatal(err)
+		}
+		mr, err := b.PD.Register(mem, AllAccess)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := s.Connect(a, b, PairConfig{}, nil, nil)
+		op := rdma.OpWrite
+		if round%2 == 1 {
+			op = rdma.OpRead
+		}
+		addr, key := mr.Addr(), mr.RKey()
+		done := make(chan struct{})
+		started := make(chan struct{})
+		go func() { // not the owner of either CQ
+			defer close(done)
+			<-started
+			mr.Deregister()
+			unix.Munmap(mem)
+		}()
+		posted := 0
+		Until(t, "the end of the connection", func() {
+			if _, err := p.A.QP.PostSend(rdma.SendWR{ID: uint64(posted), Op: op, Flags: rdma.FlagSignaled, SGL: []rdma.SGE{a.SGE(0, n)}, RemoteAddr: addr, RKey: key}); err == nil {
+				posted++
+			}
+			p.Progress()
+			a.got[p.A.QP.Num()] = nil
+			if posted == 8 {
+				posted++
+				close(started)
+			}
+		}, func() bool {
+			select {
+			case <-p.B.Conn.Done():
+				return true
+			default:
+				return false
+			}
+		})
+		<-done
+		if err := p.Ended(p.A); errors.Is(err, rdma.ErrDisconnected) {
+			t.Errorf("%v", err)
+		}
+		p.Close()
+	}
+}

@@ -144,15 +144,15 @@ nvme_disconnect() { timeout 60 nvme disconnect -n "$1"; ! nvme_ctrl "$1" || die 
 
 # --- Work and verdicts -------------------------------------------------------------------------
 
-# fio_verify FILE [KEY=VALUE...]: random writes with checksums, read back and checked. The defaults
+# fio_verify FILE|'' [KEY=VALUE...]: random writes with checksums, read back and checked. The defaults
 # fit a device of 128 MiB and emulation: 64 MiB, 4k-128k mixed, depth 16.
 fio_verify() {
 	local f=$1 a=()
 	shift
-	for f2 in "$@"; do a+=("--$f2"); done
-	timeout 280 fio --name=verify --filename="$f" --rw=randwrite --bsrange=4k-128k --size=64m --iodepth=16 --ioengine=libaio --direct=1 \
+	[ $# -eq 0 ] || a=("${@/#/--}")
+	timeout 280 fio --name=verify ${f:+--filename="$f"} --rw=randwrite --bsrange=4k-128k --size=64m --iodepth=16 --ioengine=libaio --direct=1 \
 		--verify=crc32c --verify_fatal=1 --verify_dump=0 --randrepeat=0 --group_reporting --output="$VM_OUT/fio$VM_SUFFIX.txt" \
-		--output-format=normal "${a[@]}" || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
+		--output-format=normal ${a[@]+"${a[@]}"} || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
 	grep -q 'err= 0' "$VM_OUT/fio$VM_SUFFIX.txt" || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
 }
 # make_tree DIR [MB]: files of several sizes, links and an empty file, of random bytes.

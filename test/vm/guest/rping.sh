@@ -1,0 +1,41 @@
+#!/bin/bash
+# Our software provider against rdma-core's rping on siw, as client and as server: sizes around
+# segment boundaries, CRC asked for by either side, small MTU, peer-to-peer set-up, large FPDUs.
+# Arguments: our rping program.
+. "$VM_REPO/test/vm/lib.sh"
+ours=$1
+siw_up
+P=/sys/module/siw/parameters
+[ -z "${CAPTURE_TO:-}" ] || capture_start lo "$VM_OUT/$CAPTURE_TO" tcp portrange 7000-7400
+port=7000 bad=0
+report() { # NAME STATUS FILE...
+	if [ "$2" = 0 ]; then note "ok: $1"; else note "FAILED ($2): $1"; tail -n 3 "${@:3}"; bad=$((bad + 1)); fi
+}
+both() { # NAME SIZE [OPTION of ours]
+	local rc server
+	port=$((port + 1))
+	timeout 60 rping -s -a $SIW -p $port -C 10 >"$VM_OUT/s.txt" 2>&1 & server=$!
+	wait_for 10 sh -c "ss -tln | grep -q $SIW:$port"
+	rc=0
+	timeout 60 "$ours" -c -a $SIW -p $port -C 10 -S "$2" "${@:3}" >"$VM_OUT/c.txt" 2>&1 || rc=$?
+	wait $server || rc="$rc, server $?"
+	report "$1, $2 bytes, ours connects" "$rc" "$VM_OUT/s.txt" "$VM_OUT/c.txt"
+	port=$((port + 1))
+	timeout 60 "$ours" -s -a $SIW -p $port -C 10 "${@:3}" >"$VM_OUT/s.txt" 2>&1 & server=$!
+	wait_for 10 sh -c "ss -tln | grep -q $SIW:$port"
+	rc=0
+	timeout 60 rping -c -a $SIW -p $port -C 10 -S "$2" -V >"$VM_OUT/c.txt" 2>&1 || rc=$?
+	wait $server || rc="$rc, server $?"
+	report "$1, $2 bytes, siw connects" "$rc" "$VM_OUT/s.txt" "$VM_OUT/c.txt"
+}
+for size in 64 1023 4096 32768 65535; do both plain $size; done
+both "CRC by ours" 65535 -crc
+echo 1 >$P/mpa_crc_required; both "CRC by siw" 4097; both "CRC by both" 65535 -crc; echo 0 >$P/mpa_crc_required
+echo 1 >$P/peer_to_peer; both "peer to peer" 4096; echo 0 >$P/peer_to_peer
+ip link set lo mtu 1500
+both "MTU 1500" 65535
+both "MTU 1500, CRC" 65535 -crc
+echo 1 >$P/try_gso; both "MTU 1500, large FPDUs" 65535; echo 0 >$P/try_gso
+[ -z "${CAPTURE_TO:-}" ] || capture_stop
+kernel_clean
+[ $bad = 0 ] || die "$bad cases"

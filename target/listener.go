@@ -181,11 +181,7 @@ func (t *Target) serveConn(ln *listener, conn rdma.Conn) {
 	_ = q.lane.w.Submit(worker.TaskFunc(func() { q.established(reads) }))
 	select {
 	case <-conn.Done():
-		reason := errPeerGone
-		if err := conn.Err(); err != nil && !errors.Is(err, rdma.ErrDisconnected) {
-			reason = fmt.Errorf("%w: %w", errPeerGone, err)
-		}
-		q.end(reason)
+		q.end(q.lost())
 		<-q.gone
 	case <-q.gone:
 	}

@@ -1,6 +1,7 @@
 package target
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -152,12 +153,20 @@ func (q *queue) complete(wc *rdma.WC) {
 func (q *queue) failedCompletion(wc *rdma.WC) {
 	switch {
 	case wc.Status == rdma.StatusFlush, wc.Status == rdma.StatusRetryExceeded:
-		q.close(errPeerGone)
+		q.close(q.lost())
 	case wc.Recv && wc.Status == rdma.StatusLocalLength:
 		q.breakdown(fmt.Errorf("%w: command capsule longer than advertised", errTransferError))
 	default:
 		q.breakdown(fmt.Errorf("%w: %v", errTransferError, wc.Status))
 	}
+}
+
+// lost is the reason of a connection that ended by itself.
+func (q *queue) lost() error {
+	if err := q.conn.Err(); err != nil && !errors.Is(err, rdma.ErrDisconnected) {
+		return fmt.Errorf("%w: %w", errPeerGone, err)
+	}
+	return errPeerGone
 }
 
 // capsule takes a received message of n bytes in receive buffer i.

@@ -419,4 +419,3 @@ func TestDevices(t *testing.T) {
 		t.Errorf("Open: %v", err)
 	}
 }
-

@@ -71,12 +71,11 @@ func BenchmarkQueue(b *testing.B) {
 				b.SetBytes(int64(c.size))
 				b.ReportAllocs()
 				done := make(chan struct{})
-				left, running := b.N, 0
+				left, running := b.N, c.depth
 				b.ResetTimer()
 				w.Call(func() {
 					for i := range c.depth {
 						r := &Request{Op: c.op, Buf: q.Alloc(c.size), Off: int64(i * c.size)}
-						running++
 						r.Done = func(r *Request) {
 							if r.Err != nil {
 								b.Error(r.Err)

@@ -371,7 +371,7 @@ func (d *file) chooseTry() error {
 		d.tryWrite.Store(int32(nowaitNever))
 	case !d.block && (m == unix.XFS_SUPER_MAGIC || m == unix.BTRFS_SUPER_MAGIC):
 		d.tryWrite.Store(int32(nowaitKernel))
-	case d.block, inMemory, m == unix.EXT4_SUPER_MAGIC, m == f2fsMagic:
+	case d.block, inMemory, m == unix.EXT4_SUPER_MAGIC, m == f2fsMagic, m == unix.OVERLAYFS_SUPER_MAGIC:
 		d.tryWrite.Store(int32(nowaitPlain))
 	default: // a write may be a conversation with a server
 		d.tryWrite.Store(int32(nowaitNever))

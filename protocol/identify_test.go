@@ -277,6 +277,7 @@ func TestNQN(t *testing.T) {
 		{"nqn.2001-01.:x", true, false},
 		{"nqn.2001-01..example:x", true, false},
 		{"nqn.2001-01.-example:x", true, false},
+		{"nqn.2001-01.com.exa!mple:x", true, false},
 		{"nqn.2001-01.com." + strings.Repeat("x", 64), true, false},
 		{"nqn.2001-01.", true, false},
 		{"NQN.2001-01.com.example:x", true, false},

@@ -329,19 +329,24 @@ func (a *attachment) end(force bool) error {
 		case <-ctx.Done():
 		}
 	}()
-	var errs []error
-	if err := a.nbd.Shutdown(ctx); err != nil {
-		errs = append(errs, fmt.Errorf("drain: %w", err))
+	// Clients get half of the time: one that does not read its replies must not take the
+	// flush's. What they have no answer for was promised to nobody.
+	drain, cancelDrain := context.WithTimeout(ctx, patience/2)
+	drained := a.nbd.Shutdown(drain)
+	cancelDrain()
+	if drained != nil {
+		a.log.Warn("clients are cut off", "err", drained)
 	}
-	if err := a.flush(ctx); err != nil {
-		errs = append(errs, fmt.Errorf("flush: %w: what was written since the last flush may be lost", err))
+	err := a.flush(ctx)
+	if err != nil {
+		err = fmt.Errorf("flush: %w: what was written since the last flush may be lost", err)
 	}
 	// With the session gone every request is answered, so that the NBD server can end.
 	a.closeSession(a.s.DetachTimeout / 10)
-	if len(errs) > 0 {
+	if drained != nil {
 		a.nbd.Close()
 	}
-	return errors.Join(errs...)
+	return err
 }
 
 func (a *attachment) closeSession(patience time.Duration) {

@@ -14,7 +14,7 @@ report() { # NAME STATUS FILE...
 both() { # NAME SIZE [OPTION of ours]
 	local rc server
 	port=$((port + 1))
-	timeout 60 rping -s -a $SIW -p $port -C 10 >"$VM_OUT/s.txt" 2>&1 & server=$!
+	timeout 60 rping -s -a $SIW -p $port -C 10 -S "$2" >"$VM_OUT/s.txt" 2>&1 & server=$!
 	wait_for 10 sh -c "ss -tln | grep -q $SIW:$port"
 	rc=0
 	timeout 60 "$ours" -c -a $SIW -p $port -C 10 -S "$2" "${@:3}" >"$VM_OUT/c.txt" 2>&1 || rc=$?

@@ -78,13 +78,14 @@ func main() {
 
 // An end is one side of a connection with its memory.
 type end struct {
-	cq   rdma.CQ
-	qp   rdma.QP
-	mr   rdma.MR
-	mem  []byte
-	wc   [8]rdma.WC
-	got  map[uint64]int
-	conn rdma.Conn
+	cq     rdma.CQ
+	qp     rdma.QP
+	mr     rdma.MR
+	mem    []byte
+	wc     [8]rdma.WC
+	got    map[uint64]int
+	failed *rdma.WC // the first completion that was not a success
+	conn   rdma.Conn
 }
 
 func newEnd(c rdma.Conn) (*end, error) {
@@ -131,18 +132,25 @@ func (e *end) wait(id uint64) error {
 			e.got[id]--
 			return nil
 		}
+		if e.failed != nil {
+			select {
+			case <-e.conn.Done():
+			case <-time.After(time.Second):
+				return fmt.Errorf("work request %d: %v on a live connection", e.failed.ID, e.failed.Status)
+			}
+			return fmt.Errorf("work request %d: %v: %w", e.failed.ID, e.failed.Status, e.conn.Err())
+		}
 		n, _, err := e.cq.Poll(e.wc[:])
 		if err != nil {
 			return err
 		}
 		for _, wc := range e.wc[:n] {
 			if wc.Status != rdma.StatusSuccess {
-				select {
-				case <-e.conn.Done():
-				case <-time.After(time.Second):
-					return fmt.Errorf("work request %d: %v on a live connection", wc.ID, wc.Status)
+				// A peer that has what it wants may be gone before we look: what was done counts first.
+				if e.failed == nil {
+					e.failed = &rdma.WC{ID: wc.ID, Status: wc.Status}
 				}
-				return fmt.Errorf("work request %d: %v: %w", wc.ID, wc.Status, e.conn.Err())
+				continue
 			}
 			if wc.ID == idRecv && wc.ByteLen != infoLen {
 				return fmt.Errorf("a message of %d bytes", wc.ByteLen)

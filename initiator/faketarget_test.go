@@ -187,6 +187,26 @@ func (f *fakeTarget) set(fn func()) {
 	fn()
 }
 
+// fence ends what is left of an older association of the same host, so that
+// nothing of it happens later.
+func (f *fakeTarget) fence(me *fakeConn, host protocol.UUID) {
+	for {
+		others := 0
+		f.set(func() {
+			for c := range f.conns {
+				if c != me && c.host == host {
+					c.killed.Store(true)
+					others++
+				}
+			}
+		})
+		if others == 0 {
+			return
+		}
+		time.Sleep(100 * time.Microsecond)
+	}
+}
+
 // count is how many commands of this name have come.
 func (f *fakeTarget) count(name string) (n int) {
 	f.mu.Lock()
@@ -520,11 +540,13 @@ func (k *fakeCommand) fabrics() error {
 		if k.cmd.SQSIZE() != k.req.HSQSIZE || k.cmd.QID() != k.req.QID {
 			f.t.Errorf("fake target: Connect of queue %d with SQSIZE %d, but the connection request said %d and %d", k.cmd.QID(), k.cmd.SQSIZE(), k.req.QID, k.req.HSQSIZE)
 		}
-		k.qid, k.host = k.cmd.QID(), d.HOSTID
+		k.qid = k.cmd.QID()
+		f.set(func() { k.fakeConn.host = d.HOSTID })
 		if k.qid != 0 {
 			k.cntlid = d.CNTLID
 			return k.respond(0, uint64(d.CNTLID))
 		}
+		f.fence(k.fakeConn, d.HOSTID)
 		f.mu.Lock()
 		f.nextCtrl++
 		k.fakeConn.cntlid = f.nextCtrl

@@ -17,9 +17,10 @@ import (
 // for Alloc so that neither starves the other.
 const sideMemory = 4 << 20
 
-// lostTries is how often a request is sent again although the connection broke under it
-// each time, once the loss timeout is over: it ends the life of a request that
-// kills its target.
+// lostTries is how often a connection may break under a request before the request
+// can be the reason: once the loss timeout is over too, the oldest such request is given up, one per
+// association. It ends the life of a request that kills its target, and spares those that
+// only suffer from it.
 const lostTries = 5
 
 // An ioQueue is a worker with its buffer memory and the ledger of the requests that came to
@@ -372,7 +373,7 @@ func (q *ioQueue) restart(r *request) {
 	case lost:
 		r.losses++
 		add(&q.resent, 1)
-		if limit := q.s.cfg.LossTimeout; limit >= 0 && r.losses >= lostTries && time.Duration(now-r.accepted) > limit {
+		if limit := q.s.cfg.LossTimeout; limit >= 0 && r.losses >= lostTries && time.Duration(now-r.accepted) > limit && q.s.giveUp(r) {
 			r.err = &LostError{After: limit, Cause: fmt.Errorf("%s was sent %d times and the association broke each time", r, r.losses)}
 			q.finish(r)
 			return

@@ -79,6 +79,7 @@ type Session struct {
 	closeE error
 
 	reconnects, attempts atomic.Uint64 // associations after the first; attempts that failed
+	gaveUp               atomic.Bool   // a request was given up since the last association was made
 
 	mu         sync.Mutex   // guards what follows; taken for moments only
 	as         *association // nil while there is none
@@ -241,10 +242,22 @@ func (s *Session) goLive(as *association) {
 	}
 	s.since = time.Now()
 	s.mu.Unlock()
+	s.gaveUp.Store(false)
 	as.attachQueues()
 	s.log.Info("connected", "cntlid", as.ctrl.cntlid, "queues", len(as.lanes), "depth", as.depth, "windows", as.lanes[0].windows,
 		"in_capsule", as.lanes[0].inCapsule, "max_transfer", s.maxTransfer())
 	s.events.post(Event{Kind: EventConnected})
+}
+
+// giveUp reports whether r is the request to give up: the oldest of all, and the
+// first since the last association was made.
+func (s *Session) giveUp(r *request) bool {
+	for _, q := range s.queues {
+		if at := q.oldest.Load(); at != 0 && at < r.accepted {
+			return false
+		}
+	}
+	return s.gaveUp.CompareAndSwap(false, true)
 }
 
 // manage is the session's manager: it waits for the association to fail, takes it

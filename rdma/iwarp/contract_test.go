@@ -1,14 +1,11 @@
 package iwarp
 
 import (
-	"net/netip"
 	"testing"
 
 	"rdblk/rdma"
 	"rdblk/rdma/rdmatest"
 )
-
-var loopback = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 
 func TestContract(t *testing.T) {
 	for _, c := range []struct {

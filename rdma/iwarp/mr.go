@@ -332,7 +332,7 @@ func (q *qp) remote(stag uint32, to uint64, n uint32, need rdma.Access) ([]byte,
 	if access&need != need {
 		return nil, faultAccess
 	}
-	if to+uint64(n) < to {
+	if n > 0 && to+uint64(n-1) < to { // the last byte, not the one behind it
 		return nil, faultWrap
 	}
 	off := to - base

@@ -112,7 +112,8 @@ type Config struct {
 	// Logger gets life-cycle events; nil = slog.Default().
 	Logger *slog.Logger
 
-	clock clock
+	clock        clock
+	closeTimeout time.Duration // how long Close waits for the back end; 0 = closeTimeout
 }
 
 // MaxHosts bounds the host allow list.
@@ -160,6 +161,9 @@ func (c Config) withDefaults() Config {
 	defD(&c.TransferTimeout, 30*time.Second)
 	if c.Logger == nil {
 		c.Logger = slog.Default()
+	}
+	if c.closeTimeout == 0 {
+		c.closeTimeout = closeTimeout
 	}
 	if c.clock == nil {
 		c.clock = systemClock{}

@@ -49,6 +49,7 @@ type controller struct {
 	fatal     bool  // CSTS.CFS
 	shst      uint8 // CSTS.SHST
 	adminGone bool
+	draining  error             // not nil: the admin queue is drained after the I/O queues, for this reason
 	queues    map[uint16]*queue // I/O queues by QID, until they have released everything
 	flushing  bool              // for CC.SHN
 	hostQuiet bool              // reset or shut down: the host sends no Keep Alive
@@ -264,14 +265,24 @@ func (c *controller) kill(reason error) {
 	}
 }
 
-// drain ends the association after its commands in flight have been answered.
+// drain ends the association after its commands in flight have been answered: the
+// I/O queues first, since the end of the admin queue cuts them.
 func (c *controller) drain(reason error) {
 	c.mu.Lock()
-	list := append(c.ioQueues(), c.admin)
+	c.draining = reason
+	list := c.ioQueues()
+	if len(list) == 0 {
+		list = append(list, c.admin)
+	}
 	c.mu.Unlock()
 	for _, q := range list {
-		_ = q.lane.w.Submit(worker.TaskFunc(func() { q.drain(reason) }))
+		q.startDrain(reason)
 	}
+}
+
+// startDrain drains q from any goroutine.
+func (q *queue) startDrain(reason error) {
+	_ = q.lane.w.Submit(worker.TaskFunc(func() { q.drain(reason) }))
 }
 
 // queueClosing is called on q's worker when q has disconnected.
@@ -290,6 +301,9 @@ func (c *controller) queueGone(q *queue) {
 		delete(c.queues, q.qid)
 	}
 	c.quiet()
+	if c.draining != nil && len(c.queues) == 0 && !c.adminGone {
+		c.admin.startDrain(c.draining)
+	}
 	last := c.adminGone && len(c.queues) == 0
 	if last {
 		c.state = ctrlGone

@@ -21,7 +21,7 @@ var (
 // Reasons for the end of a queue or an association; they appear in logs and in
 // Status.
 var (
-	errPeerGone      = errors.New("connection lost")
+	errPeerGone      = errors.New("connection ended")
 	errKeepAlive     = errors.New("keep-alive timeout")
 	errConnectTime   = errors.New("no Connect command in time")
 	errIdle          = errors.New("controller was not enabled in time")

@@ -38,7 +38,9 @@ func (t *Target) Listen(p rdma.Provider, addr netip.AddrPort) (netip.AddrPort, e
 		return netip.AddrPort{}, ErrClosed
 	}
 	t.mu.Unlock()
-	l, err := p.Listen(addr, rdma.ListenConfig{})
+	// Those who only open a connection cost little and the provider ends them soon, but
+	// when its bound is reached others are closed too: so it is well above ours.
+	l, err := p.Listen(addr, rdma.ListenConfig{MaxPending: 2 * t.cfg.MaxPending})
 	if err != nil {
 		return netip.AddrPort{}, fmt.Errorf("target: listen at %s: %w", addr, err)
 	}

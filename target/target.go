@@ -215,7 +215,7 @@ func (t *Target) Close() error {
 	for _, q := range queues {
 		q.end(errShutdown)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), t.cfg.closeTimeout)
 	defer cancel()
 	if err := t.wait(ctx); err != nil {
 		n := 0

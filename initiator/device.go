@@ -152,7 +152,10 @@ func (d *Device) Close() error {
 	was := d.closed
 	d.closed = true
 	d.running.Unlock()
-	if was || !d.owns {
+	if was {
+		return ErrClosed
+	}
+	if !d.owns {
 		return nil
 	}
 	return d.s.Close(context.Background())

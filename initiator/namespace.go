@@ -169,6 +169,9 @@ func geometryOf(lim *controllerLimits, d *description) (*geometry, error) {
 		WriteZeroes: g.writeZeroes,
 		UUID:        d.id.IDs.UUID,
 	}
+	if g.info.ReadOnly {
+		g.info.Discard, g.info.WriteZeroes = false, false
+	}
 	if d.id.IDs.UUID.IsZero() {
 		g.info.UUID = d.id.IDs.NGUID
 	}

@@ -478,7 +478,10 @@ func TestOpenUsesTheConfiguredNamespace(t *testing.T) {
 	if d.NSID() != 5 || d.Info().Size != 2<<20 {
 		t.Errorf("namespace %d", d.NSID())
 	}
-	if err := errors.Join(d.WriteAt(pattern(1, 512), 0, 0), d.Close(), d.Close()); err != nil {
+	if err := errors.Join(d.WriteAt(pattern(1, 512), 0, 0), d.Close()); err != nil {
+		t.Error(err)
+	}
+	if err := d.Close(); !errors.Is(err, blockdev.ErrClosed) {
 		t.Error(err)
 	}
 	if err := d.ReadAt(make([]byte, 512), 0); !errors.Is(err, blockdev.ErrClosed) {

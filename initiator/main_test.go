@@ -1,0 +1,5 @@
+package initiator_test
+
+import "log/slog"
+
+var discard = slog.New(slog.DiscardHandler)

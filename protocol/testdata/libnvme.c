@@ -1,6 +1,6 @@
 // libnvme.c writes the golden files libnvme-*.hex: structures laid out by the
 // C compiler from libnvme's <nvme/types.h>, an implementation that is not ours.
-// Each field k of a structure is filled with the bytes 16k, 16k+1, 16k+2, ...
+// Each field k of a structure is filled with the bytes 16k+1, 16k+2, 16k+3, ...
 // (modulo 256), so that a wrong offset, size or byte order shows. Texts are given.
 //
 //   apt-get install libnvme-dev
@@ -43,7 +43,7 @@ static void fill(const char *name, void *p, size_t n)
 {
 	unsigned char *b = p;
 	for (size_t i = 0; i < n; i++)
-		b[i] = k * 16 + i;
+		b[i] = k * 16 + i + 1;
 	k++;
 	dump(name, p, n);
 }
@@ -133,7 +133,11 @@ static void others(void)
 	{
 		static struct nvme_error_log_page v;
 		open_file("libnvme-error-log.hex", "struct nvme_error_log_page", &v);
-		F(error_count); F(sqid); F(cmdid); F(status_field); F(parm_error_location);
+		F(error_count); F(sqid); F(cmdid);
+		v.status_field = 0x3230; // without the phase bit, which fabrics has not
+		k++;
+		dump("status_field", &v.status_field, sizeof v.status_field);
+		F(parm_error_location);
 		F(lba); F(nsid); F(vs); F(trtype); F(cs); F(trtype_spec_info);
 		done(sizeof v);
 	}

@@ -27,6 +27,7 @@ import (
 	"rdblk/nbd"
 	"rdblk/rdma/iwarp"
 
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 )
 
@@ -41,10 +42,10 @@ within detach_timeout; a second one cuts. If the flush fails it says so and exit
 'rdinit detach' does the same but refuses while it cannot be done safely. SIGUSR1 writes the
 state to the log.`
 
-func newAttachCommand(env *cli.Env) *cli.Command {
+// attachFlags are attach's own and those it has in common with others; keys names their settings.
+func attachFlags(fs *pflag.FlagSet, env *cli.Env) (keys map[string]string, cfgFile *string) {
 	d := defaultSettings()
-	fs := cli.NewFlagSet("attach")
-	keys := map[string]string{}
+	keys = map[string]string{}
 	connectFlags(fs, keys)
 	fs.String("socket", "", "serve NBD on the Unix socket `PATH`")
 	fs.String("device", "", "attach to /dev/nbdN or auto (`DEVICE`; not in this release)")
@@ -60,6 +61,12 @@ func newAttachCommand(env *cli.Env) *cli.Command {
 	for k, v := range more {
 		keys[k] = v
 	}
+	return keys, cfgFile
+}
+
+func newAttachCommand(env *cli.Env) *cli.Command {
+	fs := cli.NewFlagSet("attach")
+	keys, cfgFile := attachFlags(fs, env)
 	return &cli.Command{
 		Name: "attach", Args: "ADDR[:PORT] --socket PATH [flags]", Short: "attach a disk and serve it on an NBD socket", Long: attachHelp, Flags: fs,
 		Run: func(ctx context.Context, args []string) error {

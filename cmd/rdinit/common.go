@@ -71,7 +71,7 @@ func connectFlags(fs *pflag.FlagSet, keys map[string]string) {
 // resolved makes the library's configuration of the settings.
 func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Config, *iwarp.Provider, error) {
 	c := s.initiatorConfig()
-	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode()})
+	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode(), Logger: log})
 	if err != nil {
 		return c, nil, err
 	}

@@ -35,6 +35,13 @@ SIGTERM and SIGINT drain: running commands are answered, the devices flushed, an
 within --shutdown-timeout; a second one cuts. SIGHUP takes over what a device has grown by and reads
 hosts and allow_any_host of the --config file again. SIGUSR1 writes the state to the log.`
 
+// serveKeys names the setting of each flag that is one.
+var serveKeys = map[string]string{
+	"listen": "listen", "provider": "provider", "nqn": "nqn", "host": "hosts", "allow-any-host": "allow_any_host", "http": "http",
+	"pprof": "pprof", "workers": "workers", "name": "name", "run-dir": "run_dir", "shutdown-timeout": "shutdown_timeout",
+	"log-level": "log.level", "log-format": "log.format",
+}
+
 func newServeCommand(env *cli.Env) *cli.Command {
 	d := defaultSettings()
 	fs := cli.NewFlagSet("serve")
@@ -53,17 +60,12 @@ func newServeCommand(env *cli.Env) *cli.Command {
 	fs.Duration("shutdown-timeout", d.ShutdownTimeout, "longest time to drain")
 	fs.String("log-level", d.Log.Level, "log from this `level` on: debug, info, warn, error")
 	fs.String("log-format", d.Log.Format, "log as text or json")
-	keys := map[string]string{
-		"listen": "listen", "provider": "provider", "nqn": "nqn", "host": "hosts", "allow-any-host": "allow_any_host", "http": "http",
-		"pprof": "pprof", "workers": "workers", "name": "name", "run-dir": "run_dir", "shutdown-timeout": "shutdown_timeout",
-		"log-level": "log.level", "log-format": "log.format",
-	}
 	return &cli.Command{
 		Name: "serve", Args: "[flags] [PATH | mem:SIZE | null:SIZE]...", Short: "serve files, disks or memory", Long: serveHelp, Flags: fs,
 		Run: func(ctx context.Context, args []string) error {
 			load := func() (*settings, error) {
 				s := defaultSettings()
-				src := config.Source{Prefix: envPrefix, Environ: env.Environ, File: *cfgFile, Flags: fs, Keys: keys, Set: map[string]any{}}
+				src := config.Source{Prefix: envPrefix, Environ: env.Environ, File: *cfgFile, Flags: fs, Keys: serveKeys, Set: map[string]any{}}
 				if len(args) > 0 {
 					src.Set["namespaces"] = args
 				}
@@ -115,7 +117,7 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*setting
 	if err != nil {
 		return cli.Usage(err)
 	}
-	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode()})
+	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode(), ReadDepth: s.ReadDepth, Logger: log})
 	if err != nil {
 		return err
 	}

@@ -129,6 +129,9 @@ func EnvName(prefix, key string) string {
 	return prefix + strings.ToUpper(strings.ReplaceAll(key, ".", "_"))
 }
 
+// Values lists key and value of every setting of a struct.
+func Values(s any) map[string]any { return flatten(s) }
+
 // flatten lists key and value of every leaf of a settings struct. Slices, also of structs, are leaves.
 func flatten(s any) map[string]any {
 	out := map[string]any{}

@@ -38,7 +38,7 @@ fs_check /dev/nbd0 ext4
 note "ext4 on /dev/nbd0 done"
 fs_check /dev/nbd0 xfs
 note "xfs on /dev/nbd0 done"
-blkdiscard /dev/nbd0
+blkdiscard -f /dev/nbd0
 nbd-client -d /dev/nbd0 >/dev/null
 # What was written through NBD is what the kernel's disk holds: the wire was not talking to itself.
 head -c 1048576 /dev/urandom >/run/data

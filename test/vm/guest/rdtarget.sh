@@ -30,8 +30,8 @@ fio_verify $NVME
 note "fio verify 4k-128k done"
 fio_verify $NVME bsrange=4k-1m numjobs=2 size=32m offset_increment=64m
 note "fio verify 4k-1m, 2 jobs done"
-blkdiscard $NVME
-blkdiscard -z -o 1048576 -l 1048576 $NVME
+blkdiscard -f $NVME
+blkdiscard -f -z -o 1048576 -l 1048576 $NVME
 nvme flush $NVME -n 1
 nvme_disconnect $nqn
 note "disconnected"

@@ -1,0 +1,97 @@
+package clitest
+
+import (
+	"fmt"
+	"os"
+	"reflect"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"rdblk/internal/config"
+)
+
+// CheckSettingsTable compares a table in a document with a settings struct that
+// holds the defaults. The table is the first after the heading "### PROGRAM"; its columns are
+// key, default, flag, text.
+func CheckSettingsTable(t testing.TB, doc, program string, defaults any, flags map[string]string) {
+	t.Helper()
+	want := map[string]string{}
+	values := config.Values(defaults)
+	for k, v := range values {
+		want[k] = strings.TrimSpace(fmt.Sprintf("%s | %s", defaultText(v), flags[k]))
+	}
+	_, text, ok := strings.Cut(read(t, doc), "\n### "+program+"\n")
+	if !ok {
+		t.Fatalf("%s has no section %q", doc, program)
+	}
+	row := regexp.MustCompile("^\\| `([a-z_.]+)` \\|(.*?)\\|(.*?)\\| \\S")
+	for l := range strings.SplitSeq(text, "\n") {
+		if strings.HasPrefix(l, "#") {
+			break
+		}
+		m := row.FindStringSubmatch(l)
+		if m == nil {
+			continue
+		}
+		got := strings.TrimSpace(strings.TrimSpace(m[2]) + " | " + strings.TrimSpace(m[3]))
+		if w, ok := want[m[1]]; !ok {
+			t.Errorf("%s: there is no setting %s", doc, m[1])
+		} else if got != w {
+			t.Errorf("%s: %s is %q, the program has %q", doc, m[1], got, w)
+		}
+		delete(want, m[1])
+	}
+	for k := range want {
+		t.Errorf("%s lacks the setting %s", doc, k)
+	}
+}
+
+func defaultText(v any) string {
+	s := fmt.Sprint(v)
+	if d, ok := v.(time.Duration); ok && d >= time.Minute && d%time.Minute == 0 {
+		s = strings.TrimSuffix(s, "0s")
+	}
+	if s == "" {
+		return ""
+	}
+	return "`" + s + "`"
+}
+
+// CheckMetricsNamed tells which metrics of an exposition are not in the document.
+func CheckMetricsNamed(t testing.TB, doc, exposition string) {
+	t.Helper()
+	text := read(t, doc)
+	n := 0
+	for _, m := range regexp.MustCompile(`(?m)^# TYPE (\S+) `).FindAllStringSubmatch(exposition, -1) {
+		n++
+		if !strings.Contains(text, "`"+m[1]+"`") {
+			t.Errorf("%s lacks the metric %s", doc, m[1])
+		}
+	}
+	if n == 0 {
+		t.Error("there are no metrics")
+	}
+}
+
+// CheckFieldsNamed tells which JSON fields of a struct are not in the document.
+func CheckFieldsNamed(t testing.TB, doc string, s reflect.Type) {
+	t.Helper()
+	text := read(t, doc)
+	for i := range s.NumField() {
+		name, _, _ := strings.Cut(s.Field(i).Tag.Get("json"), ",")
+		if !strings.Contains(text, "`"+name+"`") {
+			t.Errorf("%s lacks the field %s", doc, name)
+		}
+	}
+}
+
+func read(t testing.TB, path string) string {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}

@@ -1,0 +1,103 @@
+package test
+
+import (
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// The messages that the guide explains are messages of the code (or of the C library).
+func TestTroubleshootingQuotesTheCode(t *testing.T) {
+	var code strings.Builder
+	err := filepath.WalkDir("..", func(path string, e fs.DirEntry, err error) error {
+		if err == nil && strings.HasSuffix(path, ".go") && !strings.HasSuffix(path, "_test.go") {
+			var b []byte
+			if b, err = os.ReadFile(path); err == nil {
+				code.Write(b)
+			}
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Long messages are joined of literals.
+	all := regexp.MustCompile(`"\s*\+\s*"`).ReplaceAllString(code.String(), "")
+	all += "connection refused address already in use"
+	guide, err := os.ReadFile("../docs/operating.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, section, ok := strings.Cut(string(guide), "\n## Troubleshooting\n")
+	rows := regexp.MustCompile("(?m)^\\| `([^`]+)` \\|").FindAllStringSubmatch(section, -1)
+	if !ok || len(rows) < 10 {
+		t.Fatalf("%d messages in the section", len(rows))
+	}
+	for _, m := range rows {
+		if !strings.Contains(all, m[1]) {
+			t.Errorf("no code says %q", m[1])
+		}
+	}
+}
+
+// Links between the documents lead somewhere.
+func TestLinksInDocuments(t *testing.T) {
+	link := regexp.MustCompile(`\]\(([^)#:]+)(#[^)]*)?\)`)
+	for _, pattern := range []string{"../*.md", "../docs/*.md"} {
+		files, err := filepath.Glob(pattern)
+		if err != nil || len(files) == 0 {
+			t.Fatalf("%s: %v, %v", pattern, files, err)
+		}
+		for _, f := range files {
+			b, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range link.FindAllStringSubmatch(string(b), -1) {
+				if _, err := os.Stat(filepath.Join(filepath.Dir(f), m[1])); err != nil {
+					t.Errorf("%s: %v", f, err)
+				}
+			}
+		}
+	}
+}
+
+// The README's commands exist, with their flags.
+func TestReadmeCommandsExist(t *testing.T) {
+	readme, err := os.ReadFile("../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	flag := regexp.MustCompile(`--[a-z-]+`)
+	help := map[string]string{}
+	for _, prog := range []string{"rdtarget", "rdinit"} {
+		files, _ := filepath.Glob("../cmd/" + prog + "/testdata/help-*.txt")
+		for _, f := range files {
+			b, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			help[prog+" "+strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), "help-"), ".txt")] = string(b)
+		}
+	}
+	n := 0
+	for _, m := range regexp.MustCompile(`(?m)^(?:bin/)?(rdtarget|rdinit) ([a-z-]+)(.*)$`).FindAllStringSubmatch(string(readme), -1) {
+		text, ok := help[m[1]+" "+m[2]]
+		if !ok {
+			t.Errorf("there is no command %s %s", m[1], m[2])
+			continue
+		}
+		for _, f := range flag.FindAllString(m[3], -1) {
+			if !strings.Contains(text, f+" ") && !strings.Contains(text, f+"\n") {
+				t.Errorf("%s %s has no flag %s", m[1], m[2], f)
+			}
+		}
+		n++
+	}
+	if n < 10 {
+		t.Errorf("only %d commands found", n)
+	}
+}

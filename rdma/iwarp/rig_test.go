@@ -3,9 +3,7 @@ package iwarp
 import (
 	"encoding/binary"
 	"encoding/hex"
-	"errors"
 	"hash/crc32"
-	"io"
 	"net/netip"
 	"strings"
 	"testing"
@@ -63,11 +61,16 @@ const (
 // newRig makes a rig on a socket pair; connected sockets of any kind will do.
 func newRig(t testing.TB, a agreed) *rig {
 	t.Helper()
+	return newRigOn(t, newProvider(t, Config{CloseLinger: 50 * time.Millisecond}).dev, a)
+}
+
+func newRigOn(t testing.TB, dev *device, a agreed) *rig {
+	t.Helper()
 	sp, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &rig{t: t, peer: sp[1], dev: newProvider(t, Config{CloseLinger: 50 * time.Millisecond}).dev}
+	r := &rig{t: t, peer: sp[1], dev: dev}
 	r.side = rdmatest.NewSide(t, "rig", r.dev, 256, rigMem)
 	c := newConn(r.dev, netip.AddrPort{}, netip.AddrPort{})
 	p := r.side.PD.(*pd)
@@ -240,6 +243,4 @@ func (r *rig) finish() error {
 	return r.err()
 }
 
-var errAny = errors.New("any")
-
-var _ = io.EOF
+const syscallReset = unix.ECONNRESET

@@ -64,7 +64,7 @@ type Config struct {
 	// of 16 up to 16384, negative = none; default 4096. A write that fits needs no RDMA Read.
 	InCapsule int
 	// MaxIO is the largest data transfer of one command in bytes (MDTS): a power of two
-	// from 4 KiB to 8 MiB; default 1 MiB.
+	// from 8 KiB to 8 MiB (4 KiB is MDTS 0, which means "no limit"); default 1 MiB.
 	MaxIO int
 	// BufferMemory is the data buffer memory of each I/O worker in bytes, rounded up to a
 	// power of two, at least 2 × MaxIO; default 64 MiB. It is registered with every
@@ -217,8 +217,8 @@ func (c *Config) Validate() error {
 	if d.InCapsule > 16384 || d.InCapsule%16 != 0 {
 		bad("InCapsule", "%d is not a multiple of 16 up to 16384", d.InCapsule)
 	}
-	if d.MaxIO < 4096 || d.MaxIO > 8<<20 || bits.OnesCount(uint(d.MaxIO)) != 1 {
-		bad("MaxIO", "%d is not a power of two between 4 KiB and 8 MiB", d.MaxIO)
+	if d.MaxIO < 8192 || d.MaxIO > 8<<20 || bits.OnesCount(uint(d.MaxIO)) != 1 {
+		bad("MaxIO", "%d is not a power of two between 8 KiB and 8 MiB", d.MaxIO)
 	}
 	if d.BufferMemory < 2*d.MaxIO || d.BufferMemory > 1<<40 {
 		bad("BufferMemory", "%d is not between 2 × MaxIO (%d) and 1 TiB", d.BufferMemory, 2*d.MaxIO)

@@ -133,10 +133,14 @@ func (c *controller) enable(ctx context.Context) error {
 		return err
 	}
 	limit := max(c.cap.TO(), 500*time.Millisecond)
-	if err := c.status(ctx, limit, "become ready", protocol.CSTS.RDY); err != nil {
-		return err
+	if c.cap.CRWMS() { // CRTO is there and may say more than CAP has room for
+		v, err := c.property(ctx, protocol.PropertyCRTO)
+		if err != nil {
+			return err
+		}
+		limit = max(limit, protocol.CRTO(v).CRWMT())
 	}
-	return nil
+	return c.status(ctx, limit, "become ready", protocol.CSTS.RDY)
 }
 
 // status polls CSTS until it is as wanted, for at most limit.

@@ -52,6 +52,8 @@
 // requests fail with ErrChanged. Then all that is unanswered is sent again in the order in which it was
 // accepted. After LossTimeout everything waiting fails with blockdev.ErrLost, and new
 // requests fail at once; the session goes on trying, and works again when it succeeds.
+// A request under which association after association breaks is given up when it is older than
+// LossTimeout and the oldest there is.
 //
 // One timeline, by default: 0 s the target's machine dies. 5 s (KeepAlive) a Keep Alive has no answer (a killed process
 // or a closed port is seen at once): queues are torn down, requests wait. Attempts at
@@ -73,12 +75,15 @@
 // blockdev.ErrFlushFailed until it is attached anew.
 //
 // A lost write cache. Writes that were acknowledged and not flushed are in the
-// target's cache. If its process dies they are still in the kernel's; if its
-// machine dies they are gone, and a Flush after the reconnect would succeed without them. The device
-// knows whether it has such writes. After a reconnect it compares what the SMART
-// log says of power cycles and unsafe shutdowns with what it said before: if either differs, the cache
-// was lost, and Flush fails as above. A target that counts neither cannot be caught
-// at this; a warning says so. What would close the gap for every target is to keep unflushed
+// target's cache. If its process dies they are still in its kernel's; if its
+// machine dies they are gone, and after the reconnect reads would see older data
+// and a Flush would succeed without them. The device knows whether it has such
+// writes. After a reconnect it compares what the SMART log says of power cycles
+// and unsafe shutdowns with what it said before; if either differs the cache was
+// lost, and everything fails with ErrCacheLost until the device is attached anew (and
+// what is on it is checked and repaired like after any crash). A target that
+// counts neither, as Linux, SPDK and in its first version rdtarget do, cannot be caught at this: a warning
+// says so. What would close the gap for every target is to keep unflushed
 // writes and send them again, as NFS clients do; nothing here stands in the way
 // (namespace.mark and flushDone know what a Flush covered).
 //

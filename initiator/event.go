@@ -19,7 +19,7 @@ const (
 	EventChanged                        // namespace NSID is another one now (Err); its requests fail
 	EventNamespaceGone                  // namespace NSID was removed at the target
 	EventNamespaces                     // the list of namespaces was read anew
-	EventCacheLost                      // writes to NSID may have been lost; its flushes fail
+	EventCacheLost                      // the target lost unflushed writes to NSID (Err); its requests fail
 )
 
 var eventNames = [...]string{"connected", "disconnected", "lost", "resized", "shrunk", "changed", "namespace gone", "namespaces", "cache lost"}

@@ -215,6 +215,8 @@ type namespace struct {
 	geo atomic.Pointer[geometry]
 	// fault is why no request can be sent to it now: it is another one.
 	fault atomic.Pointer[error]
+	// ruined is why no request can be sent to it ever again: acknowledged data is gone.
+	ruined atomic.Pointer[error]
 	// flushFailed is why Flush and FUA fail for good.
 	flushFailed atomic.Pointer[error]
 

@@ -200,6 +200,9 @@ func (q *ioQueue) hopeless(r *request) error {
 	if q.refuse != nil {
 		return q.refuse
 	}
+	if f := r.ns.ruined.Load(); f != nil {
+		return *f
+	}
 	if f := r.ns.fault.Load(); f != nil {
 		return *f
 	}
@@ -314,6 +317,9 @@ func (q *ioQueue) done(c *command) {
 	case c.lost:
 		r.again, r.lost = true, true
 		q.toSend.remove(r)
+		if c.lane != nil && c.lane == q.lane {
+			q.lane = nil // it is dead; what else is to be sent waits for the next one
+		}
 	case !c.status.OK():
 		q.refused(r, c)
 		q.toSend.remove(r)

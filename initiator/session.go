@@ -11,7 +11,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"rdblk/blockdev"
 	"rdblk/internal/arena"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
@@ -317,7 +316,7 @@ func (s *Session) reconnect(attempt *int) *association {
 		}
 		as, err := s.attempt(b, start)
 		if err == nil {
-			*attempt = max(*attempt, 1) // a loss right after this does not reconnect at once
+			*attempt++ // a loss right after this does not reconnect at once
 			s.reconnects.Add(1)
 			s.goLive(as)
 			return as
@@ -494,9 +493,9 @@ func (s *Session) recheck(n *namespace, f *foundNamespace, live bool) error {
 	return nil
 }
 
-// checkCaches makes flushes fail if the target lost writes that it had acknowledged
-// and nobody had flushed; see the package comment, "Durability". Requests do not
-// flow at that time.
+// checkCaches makes a device fail if the target lost writes to it that it had
+// acknowledged and nobody had flushed; see the package comment, "Durability".
+// Requests do not flow at that time.
 func (s *Session) checkCaches(now cacheEpoch) {
 	s.mu.Lock()
 	before := s.epoch
@@ -511,8 +510,10 @@ func (s *Session) checkCaches(now cacheEpoch) {
 		}
 		switch {
 		case before.known() && now != before:
-			n.condemn(fmt.Errorf("%w: the target lost its volatile write cache (a crash or power failure) with writes in it that had been acknowledged and not flushed", blockdev.ErrFlushFailed))
-			s.events.post(Event{Kind: EventCacheLost, NSID: n.nsid, Err: blockdev.ErrFlushFailed})
+			err := fmt.Errorf("%s: %w", n.name(), ErrCacheLost)
+			n.ruined.Store(&err)
+			s.log.Error("the target lost acknowledged writes; requests fail until the device is attached anew", "ns", n.nsid, "error", err)
+			s.events.post(Event{Kind: EventCacheLost, NSID: n.nsid, Err: err})
 		case !before.known():
 			s.log.Warn("reconnected with unflushed writes to a target that does not tell whether its write cache survived", "ns", n.nsid)
 		}

@@ -496,3 +496,47 @@ func Example() {
 	fmt.Printf("%s: %d bytes, %q\n", dev.Info().Name, dev.Info().Size, block[:12])
 	// Output: nqn.2026-11.io.rdblk:test namespace 1: 1048576 bytes, "hello, RDMA!"
 }
+
+// BenchmarkRemote is 4 KiB requests through protocol, iWARP and target to memory
+// and back, on one queue, without anything above the queue.
+func BenchmarkRemote(b *testing.B) {
+	for _, op := range []blockdev.Op{blockdev.OpRead, blockdev.OpWrite} {
+		for _, depth := range []int{1, 32} {
+			b.Run(fmt.Sprintf("%s/depth=%d", op, depth), func(b *testing.B) {
+				s := serve(b, target.Config{Workers: 1}, mem(b, 16<<20, blockdev.Options{}))
+				cfg := s.config()
+				cfg.Queues = 1
+				dev := attach(b, cfg)
+				q, err := dev.OpenQueue(0)
+				if err != nil {
+					b.Fatal(err)
+				}
+				b.ReportAllocs()
+				b.SetBytes(4096)
+				left := b.N
+				var wg sync.WaitGroup
+				b.ResetTimer()
+				_ = q.Worker().Call(func() {
+					for i := range depth {
+						wg.Add(1)
+						r := &blockdev.Request{Op: op, Off: int64(i) * 4096, Buf: q.Alloc(4096)}
+						r.Done = func(r *blockdev.Request) {
+							if r.Err != nil {
+								b.Error(r.Err)
+							}
+							if left--; left < depth {
+								q.Free(r.Buf)
+								wg.Done()
+								return
+							}
+							q.Submit(r)
+						}
+						left++
+						q.Submit(r)
+					}
+				})
+				wg.Wait()
+			})
+		}
+	}
+}

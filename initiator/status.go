@@ -110,6 +110,9 @@ func (s *Session) Status() Status {
 		if f := n.fault.Load(); f != nil {
 			ns.Fault = (*f).Error()
 		}
+		if f := n.ruined.Load(); f != nil {
+			ns.Fault = (*f).Error()
+		}
 		if f := n.flushFailed.Load(); f != nil {
 			ns.FlushFault = (*f).Error()
 		}

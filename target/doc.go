@@ -54,10 +54,15 @@
 // dies, after the queue pair is destroyed and the back end has answered. A write
 // is executed only after its RDMA Read completed with success.
 //
-// Memory is bounded by Config: per worker BufferMemory; per queue its depth
-// times (64 + InCapsule) bytes of receive buffers plus about 0.6 KiB per request
-// context; at most MaxQueues queues of which at most MaxPending have not
-// completed a Connect.
+// An association holds at most half of a worker's buffers, so that a host that
+// does not take its data leaves room for others, and is cut off when an RDMA Read
+// or a response of it is unfinished for Config.TransferTimeout.
+//
+// Memory is bounded by Config: per worker BufferMemory (the admin worker has
+// 16 MiB); per queue its depth times (64 + InCapsule) bytes of receive buffers,
+// which an operating system without RDMA hardware provides only as they are used,
+// and about 1 KiB per entry of depth for requests and work requests; at most
+// MaxQueues queues, of which at most MaxPending have not completed a Connect.
 //
 // # An association
 //

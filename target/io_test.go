@@ -622,3 +622,94 @@ func TestSQHDAdvances(t *testing.T) {
 		last = a.SQHD()
 	}
 }
+
+// aligned is a store that can use page-aligned memory only, as with direct I/O.
+type aligned struct{ blockdev.TryDevice }
+
+func (d aligned) Info() blockdev.Info {
+	i := d.TryDevice.Info()
+	i.MemAlign = 4096
+	return i
+}
+
+func (d aligned) check(p []byte) error {
+	info := d.Info()
+	return info.CheckBuffer(p)
+}
+
+func (d aligned) TryReadAt(p []byte, off int64) error {
+	if err := d.check(p); err != nil {
+		return err
+	}
+	return d.TryDevice.TryReadAt(p, off)
+}
+
+func (d aligned) TryWriteAt(p []byte, off int64, f blockdev.WriteFlags) error {
+	if err := d.check(p); err != nil {
+		return err
+	}
+	return d.TryDevice.TryWriteAt(p, off, f)
+}
+
+func TestBuffersAreAlignedForDirectIO(t *testing.T) {
+	for _, inCapsule := range []int{512, 4096, 16384} {
+		t.Run(fmt.Sprint(inCapsule), func(t *testing.T) {
+			dev := memDevice(t, 1<<20)
+			r := newRig(t, Config{InCapsule: inCapsule}, aligned{dev.(blockdev.TryDevice)})
+			q := r.attach(sessionOptions{queues: 1, depth: 16}).io[0]
+			for i := range 40 { // every receive buffer
+				off := 0
+				if i%2 == 1 && inCapsule > 512 {
+					off = 16 * i
+				}
+				want := pattern(uint64(i), 512)
+				w := q.rw(protocol.OpWrite, uint64(i), 512, 0, 0)
+				w.SetInCapsuleSGL(uint64(off), 512)
+				q.ok(w, append(make([]byte, off), want...)...)
+				c := q.rw(protocol.OpCompare, uint64(i), 512, 0, 0)
+				c.SetInCapsuleSGL(uint64(off), 512)
+				q.ok(c, append(make([]byte, off), want...)...)
+				got := make([]byte, 512)
+				dev.ReadAt(got, int64(i)*512)
+				if !bytes.Equal(got, want) {
+					t.Fatalf("write %d: other data", i)
+				}
+			}
+			q.ok(q.rw(protocol.OpRead, 0, 4096, 0, 0))
+			q.ok(q.rw(protocol.OpWrite, 0, 4096, 512, 0))
+			q.ok(q.rw(protocol.OpCompare, 0, 4096, 512, 0))
+		})
+	}
+}
+
+// Storage that takes its time is no reason to think that the host is stuck.
+func TestSlowStorageIsNotAStall(t *testing.T) {
+	dev := blockdevtest.Delayed(memDevice(t, 1<<20))
+	r := newRig(t, Config{Workers: 1, TransferTimeout: 100 * time.Millisecond}, dev)
+	q := r.attach(sessionOptions{queues: 1}).io[0]
+	gate := dev.Hold(blockdevtest.Match{Ops: []blockdev.Op{blockdev.OpRead}})
+	c := q.rw(protocol.OpRead, 0, 4096, 0, 0)
+	q.send(c, nil)
+	gate.Await(t, 1)
+	l := r.tgt.lanes[0]
+	for range 10 * sweepTicks {
+		if err := l.w.Call(l.sweep); err != nil {
+			t.Fatal(err)
+		}
+	}
+	gate.Open()
+	if a, err := q.take(c.ID()); err != nil || !a.Status().OK() {
+		t.Errorf("%v %v", a.Status(), err)
+	}
+}
+
+// A host that does not serve the RDMA Read of its write is cut off.
+func TestUnservedReadIsAStall(t *testing.T) {
+	r := newRig(t, Config{Workers: 1, TransferTimeout: 100 * time.Millisecond}, memDevice(t, 1<<20))
+	s := r.attach(sessionOptions{queues: 1})
+	resume := r.pause(0)
+	s.io[0].send(s.io[0].rw(protocol.OpWrite, 0, 4096, 0, 0), nil)
+	resume()
+	r.gone() // without the host's NIC being polled
+	s.io[0].awaitEnd()
+}

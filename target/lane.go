@@ -6,7 +6,6 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"rdblk/internal/arena"
 	"rdblk/internal/worker"
@@ -247,14 +246,19 @@ func (l *lane) serve() {
 	l.serving = false
 }
 
+// sweepTicks is how many sweeps make Config.TransferTimeout.
+const sweepTicks = 8
+
 // sweep ends queues whose host does not move: it keeps an RDMA Read or a response
-// waiting for longer than Config.TransferTimeout, and with it buffers.
-func (l *lane) sweep(now time.Time) {
-	limit := l.t.cfg.TransferTimeout
+// unfinished for Config.TransferTimeout, and with it buffers.
+func (l *lane) sweep() {
 	for q := range l.queues {
 		for _, r := range q.requests {
-			if (r.state == reqReading || r.state == reqResponding) && now.Sub(r.since) > limit {
-				q.breakdown(fmt.Errorf("%w: %s of command %d (%s) not done after %v", errStalled, r.state, r.cmd.ID(), r.opcodeName(), limit))
+			if r.state != reqReading && r.state != reqResponding {
+				continue
+			}
+			if r.sweeps++; r.sweeps > sweepTicks {
+				q.breakdown(fmt.Errorf("%w: %s (command %d) is %v since %v or longer", errStalled, r.opcodeName(), r.cmd.ID(), r.state, l.t.cfg.TransferTimeout))
 				break
 			}
 		}

@@ -208,11 +208,7 @@ func (t *Target) establish(ln *listener, conn rdma.Conn) (*queue, protocol.Rejec
 	case cr.ResponderResources < 1:
 		return nil, protocol.RejectInvalidIRD, errors.New("the host serves no RDMA Reads")
 	}
-	l := t.admin
-	if req.QID > 0 {
-		l = t.leastLoaded()
-	}
-	l.load.Add(1)
+	l := t.assign(req.QID)
 	q, err := newQueue(t, ln, l, conn, &req)
 	if err != nil {
 		l.load.Add(-1)
@@ -275,17 +271,22 @@ func (t *Target) reject(conn rdma.Conn, status protocol.RejectStatus, why error)
 	conn.Close()
 }
 
-// leastLoaded chooses the I/O worker with the fewest queues; workers with equally
-// many take turns.
-func (t *Target) leastLoaded() *lane {
-	start := int(t.turn.Add(1) % uint32(len(t.lanes)))
-	best := t.lanes[start]
-	for i := range t.lanes {
-		l := t.lanes[(start+i)%len(t.lanes)]
-		if l.load.Load() < best.load.Load() {
-			best = l
+// assign chooses the worker for a queue: of the I/O workers the one with the fewest
+// queues; workers with equally many take turns.
+func (t *Target) assign(qid uint16) *lane {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	best := t.admin
+	if qid > 0 {
+		t.turn++
+		best = t.lanes[t.turn%len(t.lanes)]
+		for i := range t.lanes {
+			if l := t.lanes[(t.turn+i)%len(t.lanes)]; l.load.Load() < best.load.Load() {
+				best = l
+			}
 		}
 	}
+	best.load.Add(1)
 	return best
 }
 

@@ -212,6 +212,9 @@ func (q *queue) transfer(r *request) {
 		base := int(r.recv)*q.inCapsule + int(r.sgl.Addr) - protocol.CommandSize
 		r.data = q.data[base : base+int(r.xfer) : base+int(r.xfer)]
 		q.lane.stats.inCapsule.Add(uint64(r.xfer))
+		if r.ns != nil && misaligned(r.data, r.ns.ns.info.MemAlign) {
+			r.bounce = true
+		}
 	}
 	if n := r.bufferLen(); n > 0 {
 		if !q.lane.alloc(r, n) {
@@ -258,7 +261,7 @@ func (q *queue) post(r *request, kind sendKind, wr rdma.SendWR, sge rdma.SGE) {
 
 func (q *queue) postRead(r *request) {
 	r.setState(reqReading)
-	r.since = q.now
+	r.sweeps = 0
 	q.reads++
 	q.lane.stats.readBytes.Add(uint64(r.xfer))
 	q.post(r, sendRead, rdma.SendWR{Op: rdma.OpRead, Flags: rdma.FlagSignaled, RemoteAddr: r.sgl.Addr, RKey: r.sgl.Key},
@@ -294,7 +297,7 @@ func (q *queue) needed(r *request) int {
 
 func (q *queue) postResponse(r *request) {
 	r.setState(reqResponding)
-	r.since = q.now
+	r.sweeps = 0
 	q.lane.stats.responses.Add(1)
 	if r.recv >= 0 { // from here on the capsule, in-capsule data included, is gone
 		q.reposts = append(q.reposts, q.recvWRs[r.recv])
@@ -357,7 +360,7 @@ func (q *queue) release(r *request) {
 	r.setState(reqFree)
 	r.share = nil
 	r.recv, r.kind, r.buf, r.data, r.tmp = -1, nil, nil, nil, nil
-	r.xfer, r.scratch, r.out, r.step, r.moved = 0, 0, 0, 0, 0
+	r.xfer, r.scratch, r.out, r.step, r.moved, r.bounce = 0, 0, 0, 0, 0, false
 	r.status, r.dw0, r.dw1 = 0, 0, 0
 	r.sgl = protocol.Data{}
 	q.active--

@@ -23,6 +23,7 @@ type request struct {
 	sgl     protocol.Data // valid if xfer > 0
 	xfer    uint32        // bytes that the command transfers
 	scratch uint32        // bytes of local memory that it needs besides
+	bounce  bool          // in-capsule data must move to where the store's direct I/O can use it
 
 	allocLen int    // what it waits for in reqWaitBuffer
 	buf      []byte // from the lane's arena, nil = none
@@ -42,7 +43,7 @@ type request struct {
 	moved uint64    // bytes of the namespace that it was about, for statistics
 	start time.Time // capsule arrival
 
-	since time.Time // when the Read or the response was posted
+	sweeps int // how often sweep has seen it since its Read or response was posted
 
 	share      *share       // on whose account buf is
 	list       *requestList // that it waits in for a buffer
@@ -92,9 +93,12 @@ func (r *request) finish(s protocol.Status, dw0, dw1 uint32) {
 // layout divides buf, which has r.bufferLen() bytes, into data and scratch.
 func (r *request) layout() {
 	b := r.buf
-	if r.xfer > 0 && r.sgl.Kind == protocol.DataKeyed {
-		r.data = b[:r.xfer:r.xfer]
-		b = b[min(pageUp(int(r.xfer)), len(b)):]
+	if n := r.dataLen(); n > 0 {
+		if r.bounce {
+			copy(b[:n], r.data)
+		}
+		r.data = b[:n:n]
+		b = b[min(pageUp(n), len(b)):]
 	}
 	if r.scratch > 0 {
 		r.tmp = b[:r.scratch:r.scratch]
@@ -103,14 +107,24 @@ func (r *request) layout() {
 
 // bufferLen is how much of the arena the request needs.
 func (r *request) bufferLen() int {
-	n := 0
-	if r.xfer > 0 && r.sgl.Kind == protocol.DataKeyed {
-		n = int(r.xfer)
-	}
+	n := r.dataLen()
 	if r.scratch > 0 {
 		n = pageUp(n) + int(r.scratch)
 	}
 	return n
+}
+
+// dataLen is how much of it is for the transfer's bytes.
+func (r *request) dataLen() int {
+	if r.xfer > 0 && (r.sgl.Kind == protocol.DataKeyed || r.bounce) {
+		return int(r.xfer)
+	}
+	return 0
+}
+
+// misaligned reports whether b cannot be used with a store that wants align.
+func misaligned(b []byte, align int) bool {
+	return align > 1 && arena.Addr(b)%uint64(align) != 0
 }
 
 func pageUp(n int) int { return (n + arena.MinSize - 1) &^ (arena.MinSize - 1) }

@@ -29,7 +29,6 @@ type Target struct {
 
 	admin *lane
 	lanes []*lane // I/O workers
-	turn  atomic.Uint32
 
 	sub        *subsystem
 	discovery  *subsystem
@@ -43,6 +42,7 @@ type Target struct {
 	closingCh      chan struct{}
 	listeners      []*listener
 	nextPort       uint16
+	turn           int // see assign
 	nextQueue      uint64
 	queues         map[*queue]struct{} // all that exist
 	pending        map[*queue]struct{} // of those, without a Connect
@@ -92,15 +92,15 @@ func New(cfg Config) (*Target, error) {
 		}
 		t.lanes = append(t.lanes, l)
 	}
-	t.sweeper = time.NewTicker(max(cfg.TransferTimeout/8, 10*time.Millisecond))
+	t.sweeper = time.NewTicker(max(cfg.TransferTimeout/sweepTicks, 10*time.Millisecond))
 	go func() {
 		for {
 			select {
-			case now := <-t.sweeper.C:
+			case <-t.sweeper.C:
 				for _, l := range t.lanes {
-					_ = l.w.Submit(worker.TaskFunc(func() { l.sweep(now) }))
+					_ = l.w.Submit(worker.TaskFunc(l.sweep))
 				}
-				_ = t.admin.w.Submit(worker.TaskFunc(func() { t.admin.sweep(now) }))
+				_ = t.admin.w.Submit(worker.TaskFunc(t.admin.sweep))
 			case <-t.ended:
 				return
 			}

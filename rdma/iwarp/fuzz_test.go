@@ -130,10 +130,7 @@ func fuzzRun(t *testing.T, dev *device, in []byte, crc bool, chunk int) string {
 	region(rigHigh, m[96<<10:104<<10])
 	w := &window{pd: q.pd}
 	w.key.Store(fuzzWindow)
-	leaf := new(stagLeaf)
-	leaf[fuzzWindow>>8&0xFF].Store(&stagEntry{mw: w})
-	r.dev.tags.root[fuzzWindow>>16].Store(leaf)
-	defer r.dev.tags.root[fuzzWindow>>16].Store(nil)
+	r.dev.tags.place(fuzzWindow, &stagEntry{mw: w})
 	for i := open; i < len(m); i++ {
 		m[i] = byte(i)
 	}

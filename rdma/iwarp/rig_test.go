@@ -81,13 +81,7 @@ func newRigOn(t testing.TB, dev *device, a agreed) *rig {
 	r.q = q
 	c.state, c.qp = connEstablished, q
 	reg := func(stag uint32, dom *pd, base uint64, mem []byte, access rdma.Access) {
-		e := &stagEntry{mr: &region{pd: dom, stag: stag, access: access, base: base, mem: mem}}
-		l := new(stagLeaf)
-		if o := r.dev.tags.root[stag>>16].Load(); o != nil {
-			l = o
-		}
-		l[stag>>8&0xFF].Store(e)
-		r.dev.tags.root[stag>>16].Store(l)
+		r.dev.tags.place(stag, &stagEntry{mr: &region{pd: dom, stag: stag, access: access, base: base, mem: mem}})
 	}
 	other := &pd{dev: r.dev}
 	reg(rigSTag, p, rigBase, r.side.Mem, rdmatest.AllAccess)
@@ -98,6 +92,15 @@ func newRigOn(t testing.TB, dev *device, a agreed) *rig {
 	q.start(sp[0], a)
 	t.Cleanup(r.close)
 	return r
+}
+
+// place puts an entry where a test wants it.
+func (t *stagTable) place(stag uint32, e *stagEntry) {
+	p := &t.root[stag>>(8+leafBits)]
+	if p.Load() == nil {
+		p.CompareAndSwap(nil, new(stagLeaf))
+	}
+	p.Load()[stag>>8&(leafSize-1)].Store(e)
 }
 
 func (r *rig) close() {

@@ -62,6 +62,7 @@ const (
 	defaultMaxPoll = 50 * time.Microsecond
 	minPoll        = 8 * time.Microsecond
 	directSources  = 4 // up to so many sources are polled directly while looking for work
+	busyLook       = 2 // while there is work, sources that did not ask for a turn are noticed every so many turns
 )
 
 // ErrClosed is returned by Submit and Call after Close.
@@ -266,13 +267,16 @@ func (w *Worker) run(started chan<- error) {
 	}
 	started <- nil
 	var idleSince time.Time
-	for {
+	for turn := 0; ; turn++ {
 		progress := w.runMail()
 		if w.pollRunnable() {
 			progress = true
 		}
 		if progress {
 			idleSince = time.Time{}
+			if turn%busyLook == 0 {
+				w.notice() // or a source that never rests would keep the others out
+			}
 			continue
 		}
 		if w.stopping() {
@@ -341,6 +345,11 @@ func (w *Worker) pollRunnable() bool {
 // are few, else those whose descriptor is ready.
 func (w *Worker) look() {
 	yield()
+	w.notice()
+}
+
+// notice makes sources runnable that may have work.
+func (w *Worker) notice() {
 	if len(w.sources) <= directSources {
 		for _, h := range w.sources {
 			h.runnable = true

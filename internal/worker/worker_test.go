@@ -96,6 +96,70 @@ func TestSourceIsPolledWhenReady(t *testing.T) {
 	})
 }
 
+// endless is a source that always has done something.
+type endless struct{ polls atomic.Int64 }
+
+func (e *endless) Poll() bool { e.polls.Add(1); return true }
+func (e *endless) Arm() bool  { return false }
+
+// again is a task that is in the mail all the time.
+type again struct {
+	w    *Worker
+	stop atomic.Bool
+}
+
+func (a *again) Run() {
+	if !a.stop.Load() {
+		a.w.Submit(a)
+	}
+}
+
+// A source, or a task, that never rests does not keep other sources from being noticed.
+func TestBusySourceDoesNotStarveOthers(t *testing.T) {
+	each(t, func(t *testing.T, cfg Config) {
+		for _, n := range []int{1, directSources + 3} {
+			w, err := New(cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer w.Close()
+			var ps []*pipe
+			for range n {
+				ps = append(ps, newPipe(t, w))
+			}
+			check := func(what string) {
+				for round := range 20 {
+					p := ps[round%len(ps)]
+					want := p.got.Load() + 3
+					unix.Write(p.fds[1], []byte("abc"))
+					eventually(t, "bytes polled beside "+what, func() bool { return p.got.Load() == want })
+				}
+			}
+			a := &again{w: w}
+			w.Submit(a)
+			check("a busy task")
+			a.stop.Store(true)
+
+			e := &endless{}
+			fds, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var h *Handle
+			w.Call(func() { h, err = w.Add(fds, e) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			check("a busy source")
+			w.Call(func() { h.Remove() })
+			unix.Close(fds)
+			for _, p := range ps {
+				p.close(w)
+			}
+		}
+	})
+}
+
 // Tasks of many goroutines all run, in each one's order, whatever state the loop is in.
 func TestSubmitLosesNothing(t *testing.T) {
 	each(t, func(t *testing.T, cfg Config) {

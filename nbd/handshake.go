@@ -403,10 +403,12 @@ func (h *handshake) choose(name []byte) (*choice, blockdev.Info, error) {
 		return nil, blockdev.Info{}, err
 	}
 	in := e.dev.Info()
+	// Clients want a multiple of the block.
+	most := min(h.srv.cfg.MaxPayload, d.maxAlloc) &^ (in.BlockSize - 1)
 	return &choice{exp: e, dom: d, queue: q, lim: limits{
 		flags:      transmissionFlags(&in, h.structured),
 		structured: h.structured,
-		maxPayload: uint32(min(h.srv.cfg.MaxPayload, d.maxAlloc)),
+		maxPayload: uint32(most),
 	}}, in, nil
 }
 

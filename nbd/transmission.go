@@ -20,10 +20,14 @@ const (
 	// it but a header would have to be copied.
 	bigWrite    = 16 << 10
 	smallWindow = 2 << 10
-	// recvRounds bounds how often one Poll receives, so that other sources have their turn.
-	recvRounds = 4
-	// drainRounds bounds the same for what is refused on Shutdown.
+	// recvRounds bounds how often one Poll receives and pollCost the requests that it
+	// begins, in bytes that they move plus requestCost each, so that other sources have their turn.
+	recvRounds  = 4
+	pollCost    = 1 << 20
+	requestCost = 8 << 10
+	// The same for what is refused on Shutdown.
 	drainRounds = 16
+	drainCost   = 1 << 40
 	// sendBatch is the number of replies that leave without waiting for the rest of
 	// what was received: the client works on them meanwhile.
 	sendBatch = 16
@@ -94,7 +98,7 @@ type pauseReason uint8
 const (
 	pauseNone     pauseReason = iota
 	pauseRequests             // all slots are in use
-	pauseBytes                // the request would exceed Config.MaxConnBytes
+	pauseBytes                // the request would exceed Config.MaxConnBytes, or replies stand still
 	pauseMemory               // the request waits for the queue's memory
 )
 
@@ -135,6 +139,7 @@ type conn struct {
 	got    int   // bytes of cur's payload that are there
 	skip   int64 // bytes of payload to throw away still
 	pause  pauseReason
+	budget int   // what this Poll may begin still
 	moved  int64 // nanotime when bytes came last
 
 	// Sending: out[(head+i)%len(out)], i < queued, is the replies in order.
@@ -144,6 +149,7 @@ type conn struct {
 	sent      int  // bytes of the first reply that are in the socket
 	blocked   bool // the socket takes no more
 	blockedAt int64
+	stalled   bool // blocked for so long that the data was moved: gets no shared memory until it reads
 
 	slots    []slot
 	free     *slot
@@ -154,6 +160,7 @@ type conn struct {
 	nextWaiter *conn
 	attention  bool
 	closeWhy   string
+	blame      bool // it ends for what the client did wrong
 	answered   uint64
 	failed     uint64
 
@@ -218,6 +225,7 @@ func (c *conn) Poll() bool {
 		return false
 	}
 	c.kicked = false
+	c.budget = pollCost
 	progress := c.flush()
 	if c.receive() {
 		progress = true
@@ -286,9 +294,10 @@ func (c *conn) midRequest() bool {
 
 // receive takes in what the socket has, as far as the limits allow.
 func (c *conn) receive() bool {
-	progress := c.unpause() && c.parse()
+	c.unpause()
+	progress := c.parse() // what the last Poll or a pause has left
 	for range recvRounds {
-		if !c.reading() {
+		if !c.reading() || c.budget <= 0 {
 			break
 		}
 		n, more := c.recv()
@@ -315,27 +324,23 @@ func (c *conn) receive() bool {
 	return progress
 }
 
-// unpause looks whether the reason not to read is over, and reports whether there may be something to parse.
-func (c *conn) unpause() bool {
+// unpause looks whether the reason not to read is over.
+func (c *conn) unpause() {
+	over := false
 	switch c.pause {
 	case pauseNone:
-		return false
+		return
 	case pauseRequests:
-		if c.free == nil {
-			return false
-		}
+		over = c.free != nil
 	case pauseBytes:
-		if !c.fits(c.cur.size()) {
-			return false
-		}
+		over = !c.stalled && c.fits(c.cur.size())
 	case pauseMemory:
-		if c.cur.state != slotGranted {
-			return false
-		}
+		over = c.cur.state == slotGranted
 	}
-	c.pause = pauseNone
-	c.moved = nanotime()
-	return true
+	if over {
+		c.pause = pauseNone
+		c.moved = nanotime()
+	}
 }
 
 // recv receives once: the rest of a payload to where it belongs and what follows to
@@ -427,8 +432,13 @@ func (c *conn) parse() bool {
 			c.pause = pauseRequests
 			break
 		}
+		if c.budget <= 0 {
+			c.kick() // go on in the next turn of the loop
+			break
+		}
 		r, ok := parseRequest(c.rbuf[c.r:c.w])
 		if !ok {
+			c.blame = true
 			c.cut(fmt.Sprintf("request with wrong magic number %#x", c.rbuf[c.r:c.r+4]))
 			return true
 		}
@@ -452,6 +462,10 @@ func (c *conn) begin(r *request) {
 	s := c.free
 	c.free = s.next
 	c.used++
+	c.budget -= requestCost
+	if r.cmd == cmdRead || r.cmd == cmdWrite {
+		c.budget -= int(r.length)
+	}
 	s.cmd, s.cookie, s.off, s.length = r.cmd, r.cookie, r.off, r.length
 	s.start = c.moved
 	s.errno, s.why, s.fua, s.private = 0, "", false, false
@@ -568,7 +582,7 @@ func (c *conn) fits(n int) bool { return c.held == 0 || c.held+n <= c.srv.cfg.Ma
 
 // want gets a buffer for the current request or pauses the reader until there is one.
 func (c *conn) want(s *slot) {
-	if !c.fits(s.size()) {
+	if c.stalled || !c.fits(s.size()) {
 		s.state = slotBytes
 		c.pause = pauseBytes
 		return
@@ -725,6 +739,7 @@ func (c *conn) flush() bool {
 			return true
 		}
 		progress = true
+		c.stalled = false
 		c.took(n)
 		if n < want {
 			c.blocked = false // it moved: the time starts anew
@@ -828,6 +843,7 @@ func (c *conn) tick(now int64) {
 	}
 	if t := c.srv.cfg.StallTimeout; t > 0 && still >= t {
 		c.dom.stats.stalls.add(1)
+		c.blame = true
 		c.cut(fmt.Sprintf("%s for %v (stall timeout)", what, t))
 		return
 	}
@@ -841,6 +857,13 @@ func (c *conn) tick(now int64) {
 // that others get the queue's. The bytes still count against the connection.
 func (c *conn) evacuate(now int64) {
 	if c.blocked && time.Duration(now-c.blockedAt) >= c.srv.cfg.evacuateAfter {
+		c.stalled = true
+		if s := c.cur; s != nil && s.state == slotMemory && !s.private {
+			// What it would get next would end in the same place: it leaves the line.
+			c.dom.waiters.remove(c)
+			c.held -= s.size()
+			s.state, c.pause = slotBytes, pauseBytes
+		}
 		for i := range c.queued {
 			c.takeOut(c.out[(c.head+i)%len(c.out)])
 		}
@@ -891,6 +914,7 @@ func (c *conn) drain() {
 		}
 		c.refuse(s, ESHUTDOWN, whyShutdown, left)
 	}
+	c.budget = drainCost
 	c.parse()
 	for range drainRounds {
 		if !c.reading() {
@@ -914,10 +938,11 @@ func (c *conn) cut(why string) {
 		return
 	}
 	level := slog.LevelInfo
+	if c.blame {
+		level = slog.LevelWarn
+	}
 	if why == "" {
 		why = c.closeWhy
-	} else if c.phase == phaseOpen {
-		level = slog.LevelWarn
 	}
 	c.phase = phaseDead
 	if c.h != nil {

@@ -13,6 +13,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -555,63 +556,111 @@ func TestByteByByte(t *testing.T) {
 }
 
 // TestNeverReadsReplies: such a client is stopped within its limits and disturbs nobody on the
-// same queue, although its replies would fill the queue's memory.
+// same queue, although it asks for as much as the queue's memory or four times that.
 func TestNeverReadsReplies(t *testing.T) {
-	d := newHeldDevice(t, 16<<20, 1, 1<<20) // 1 MiB of buffers for all
-	d.queues[0].open()
-	s := serve(t, d, func(c *Config) {
-		c.MaxConnBytes = 1 << 20 // as much as there is
-		c.MaxPayload = 1 << 20
-		c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 20*time.Millisecond
-	})
-	good := s.open(t, true)
-	bad := s.open(t, true)
+	const memory = 1 << 20 // buffers for all
+	for _, limit := range []int{memory, 4 * memory} {
+		t.Run(fmt.Sprintf("limit %d MiB", limit>>20), func(t *testing.T) {
+			d := newHeldDevice(t, 16<<20, 1, memory)
+			d.queues[0].open()
+			s := serve(t, d, func(c *Config) {
+				c.MaxConnBytes = limit
+				c.MaxPayload = memory
+				c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 20*time.Millisecond
+			})
+			good := s.open(t, true)
+			bad := s.open(t, true)
+			go func() {
+				for i := uint64(0); ; i++ {
+					if bad.Send(0, nbdtest.CmdRead, i, 0, 64<<10, nil) != nil {
+						return
+					}
+				}
+			}()
+			eventually(t, "the client to be stopped", func() bool {
+				for _, c := range s.Connections() {
+					if c.Blocked && strings.HasPrefix(c.State, "paused") && c.Bytes >= memory-64<<10 {
+						return true
+					}
+				}
+				return false
+			})
+			start := time.Now()
+			for i := range 100 {
+				data := bytes.Repeat([]byte{byte(i)}, memory)
+				do(t, good, 0, nbdtest.CmdWrite, 0, memory, data, 0)
+				if r := do(t, good, 0, nbdtest.CmdRead, 0, memory, nil, 0); !bytes.Equal(r.Data, data) {
+					t.Fatal("wrong data")
+				}
+			}
+			t.Logf("200 requests of 1 MiB beside it took %v", time.Since(start))
+			st := s.Stats().Exports[0]
+			if st.Evacuations == 0 || st.BufferWaits == 0 {
+				t.Errorf("nothing was moved: %+v", st)
+			}
+			for _, c := range s.Connections() {
+				// Once it stands still it gets no more, whatever its limit is.
+				if c.Bytes > 2*memory || c.Requests > defaultMaxInFlight {
+					t.Errorf("%+v", c)
+				}
+			}
+			// Its replies are not lost: when it reads, all are right.
+			for range 64 {
+				r, err := bad.ReadReply()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if r.Errno != 0 || len(r.Data) != 64<<10 {
+					t.Fatalf("%+v", r.Errno)
+				}
+			}
+			bad.Close()
+			eventually(t, "the memory back", func() bool { return d.queues[0].memory() == 0 })
+		})
+	}
+}
+
+// countTask notes what a counter does between two turns of a worker's loop.
+type countTask struct {
+	d    *domain
+	last uint64
+	most uint64
+	stop atomic.Bool
+	done chan struct{}
+}
+
+func (c *countTask) Run() {
+	n := c.d.stats.ops[OpRead].count.v.Load()
+	c.most = max(c.most, n-c.last)
+	c.last = n
+	if c.stop.Load() || c.d.w.Submit(c) != nil {
+		close(c.done)
+	}
+}
+
+// TestOneTurnIsBounded: a client that keeps thousands of requests coming does not
+// keep the worker from its other sources.
+func TestOneTurnIsBounded(t *testing.T) {
+	s := serve(t, tryMemDevice{newMemDevice(1 << 20)}, func(c *Config) { c.Workers = 1 })
+	c := s.open(t, false)
+	count := &countTask{d: s.exports[0].opened()[0], done: make(chan struct{})}
+	if err := count.d.w.Submit(count); err != nil {
+		t.Fatal(err)
+	}
+	const n = 20_000
 	go func() {
-		for i := uint64(0); ; i++ {
-			if bad.Send(0, nbdtest.CmdRead, i, 0, 64<<10, nil) != nil {
-				return
-			}
-		}
+		h := nbdtest.Header(0, nbdtest.CmdRead, 1, 0, 512)
+		c.Write(bytes.Repeat(h, n))
 	}()
-	eventually(t, "the client to be stopped", func() bool {
-		for _, c := range s.Connections() {
-			if c.Blocked && c.Bytes >= 1<<20-64<<10 {
-				return true
-			}
-		}
-		return false
-	})
-	start := time.Now()
-	for i := range 200 {
-		data := bytes.Repeat([]byte{byte(i)}, 1<<20)
-		do(t, good, 0, nbdtest.CmdWrite, 0, 1<<20, data, 0)
-		if r := do(t, good, 0, nbdtest.CmdRead, 0, 1<<20, nil, 0); !bytes.Equal(r.Data, data) {
-			t.Fatal("wrong data")
-		}
+	if _, err := io.CopyN(io.Discard, c, n*(simpleReplySize+512)); err != nil {
+		t.Fatal(err)
 	}
-	t.Logf("400 requests of 1 MiB beside it took %v", time.Since(start))
-	st := s.Stats().Exports[0]
-	if st.Evacuations == 0 || st.BufferWaits == 0 {
-		t.Errorf("nothing was moved: %+v", st)
+	count.stop.Store(true)
+	<-count.done
+	t.Logf("at most %d requests in one turn", count.most)
+	if most := uint64(pollCost/(requestCost+512) + 1 + defaultMaxInFlight); count.most > most {
+		t.Errorf("over %d", most)
 	}
-	for _, c := range s.Connections() {
-		if c.Bytes > 1<<20 || c.Requests > defaultMaxInFlight {
-			t.Errorf("%+v", c)
-		}
-	}
-	// Its replies are not lost: when it reads, all are right.
-	rd := 0
-	for ; rd < 64; rd++ {
-		r, err := bad.ReadReply()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if r.Errno != 0 || len(r.Data) != 64<<10 {
-			t.Fatalf("%+v", r.Errno)
-		}
-	}
-	bad.Close()
-	eventually(t, "the memory back", func() bool { return d.queues[0].memory() == 0 })
 }
 
 // TestStopsInsidePayload: a client that announces a large write and stands still gets its buffer

@@ -67,7 +67,7 @@ func Require(t testing.TB, tools ...string) {
 func shell() ([]string, error) {
 	for _, py := range []string{"python3", "/usr/bin/python3"} {
 		cmd := exec.Command(py, "-c", "import nbd; nbd.NBD()")
-		cmd.Dir = "/" // a directory called nbd would be taken for the module
+		cmd.Dir = os.TempDir() // not one with a directory called nbd, which would be taken for the module
 		if cmd.Run() == nil {
 			return []string{py, "-m", "nbd"}, nil
 		}
@@ -78,18 +78,20 @@ func shell() ([]string, error) {
 // Run runs a tool and gives its output; the test fails if the tool does.
 func Run(t testing.TB, args ...string) string {
 	t.Helper()
-	out, err := run(args...)
+	out, err := run(t, args...)
 	if err != nil {
 		t.Fatalf("%s: %v\n%s", strings.Join(args, " "), err, out)
 	}
 	return out
 }
 
-func run(args ...string) (string, error) {
+// run runs a tool in a directory of its own: some leave files behind, and Python
+// would take a directory called nbd for the module.
+func run(t testing.TB, args ...string) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), toolTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
-	cmd.Dir = "/"
+	cmd.Dir = t.TempDir()
 	cmd.WaitDelay = 5 * time.Second
 	var b bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &b, &b
@@ -277,7 +279,7 @@ func (tg Target) QemuIO(t *testing.T) {
 		t.Errorf("%d results of %d commands\n%s", n, len(args)/2, out)
 	}
 	// A pattern that is not there must be noticed, or all of the above says nothing.
-	if out, _ := run("qemu-io", "-f", "raw", "-c", "read -P 0x99 8M 4M", tg.URI()); !strings.Contains(out, "Pattern verification failed") {
+	if out, _ := run(t, "qemu-io", "-f", "raw", "-c", "read -P 0x99 8M 4M", tg.URI()); !strings.Contains(out, "Pattern verification failed") {
 		t.Error("qemu-io does not verify:", out)
 	}
 }
@@ -292,7 +294,7 @@ func (tg Target) Fio(t *testing.T) {
 		fmt.Sprintf("--bssplit=%d/30:4k/30:64k/20:1m/15:4m/5", lo), fmt.Sprintf("--blockalign=%d", lo),
 		"--iodepth=64", "--numjobs=4", "--group_reporting", "--allow_file_create=0",
 		fmt.Sprintf("--size=%d", quarter), fmt.Sprintf("--offset_increment=%d", quarter),
-		"--verify=crc32c", "--verify_fatal=1", "--do_verify=1")
+		"--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_state_save=0")
 	i := strings.Index(out, "{")
 	var v struct {
 		Jobs []struct {

@@ -328,9 +328,10 @@ func TestGoldenCompletions(t *testing.T) {
 }
 
 func TestDescribeCompletion(t *testing.T) {
-	var connect, get, aer, abort, set, read Command
+	var connect, get, setCC, aer, abort, set, read Command
 	connect.InitConnect(0, 0, 31, 0, 0)
 	get.InitPropertyGet(0, PropertyCAP)
+	setCC.InitPropertySet(0, PropertyCC, 1)
 	aer.InitAdmin(AdminAsyncEventRequest, 0, 0)
 	abort.InitAbort(0, 1, 2)
 	set.InitSetFeatures(0, FeatureNumberOfQueues, 0, 0)
@@ -347,6 +348,7 @@ func TestDescribeCompletion(t *testing.T) {
 			`status="connect invalid parameters (0x182, do not retry)" invalid="SUBNQN"`},
 		{"authentication", &connect, true, StatusSuccess, uint64(ConnectATR | 7), `status="success" cntlid=7 auth-required`},
 		{"property", &get, true, StatusSuccess, 0x201E01007F, `status="success" value=0x201e01007f`},
+		{"property set with a result", &setCC, true, StatusSuccess, 3, `status="success" result=0x3`},
 		{"event", &aer, true, StatusSuccess, uint64(EventNamespaceChanged), `status="success" event="namespace attribute changed"`},
 		{"not aborted", &abort, true, StatusSuccess, 1, `status="success" not-aborted`},
 		{"aborted", &abort, true, StatusSuccess, 0, `status="success"`},

@@ -135,6 +135,16 @@ func TestDiscoveryEntryPadding(t *testing.T) {
 			t.Errorf("padded with %q: %+v %v", pad, got, err)
 		}
 	}
+	// Texts that fill their fields, between bytes that are not theirs.
+	p := bytes.Repeat([]byte{'x'}, DiscoveryLogEntrySize)
+	copy(p[32:64], strings.Repeat("4", 32))
+	copy(p[256:512], strings.Repeat("n", 256))
+	copy(p[512:768], strings.Repeat("a", 256))
+	var full DiscoveryLogEntry
+	if err := full.UnmarshalBinary(p); err != nil || full.TRSVCID != strings.Repeat("4", 32) ||
+		full.SUBNQN != strings.Repeat("n", 256) || full.TRADDR != strings.Repeat("a", 256) {
+		t.Errorf("full texts: %+v %v", full, err)
+	}
 	for name, change := range map[string]func(*DiscoveryLogEntry){
 		"long address": func(d *DiscoveryLogEntry) { d.TRADDR = strings.Repeat("1", 256) },
 		"long port":    func(d *DiscoveryLogEntry) { d.TRSVCID = strings.Repeat("1", 32) },

@@ -330,6 +330,9 @@ func TestLogPages(t *testing.T) {
 	}
 	var smart protocol.SmartLog
 	smart.UnmarshalBinary(s.log(protocol.LogSmart, 0, 512, true))
+	if smart.PowerCycles.Lo != bootNumber() || smart.PowerCycles.Lo == 0 {
+		t.Errorf("power cycles %d", smart.PowerCycles.Lo)
+	}
 	if smart.HostWrites.Lo != 1 || smart.DataUnitsWritten.Lo != 1 || smart.ErrorLogEntries.Lo != 101 || smart.CriticalWarning != 0 {
 		t.Errorf("health log: %+v", smart)
 	}

@@ -2,11 +2,13 @@ package target
 
 import (
 	"crypto/sha256"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math/bits"
+	"os"
 	"runtime"
 	"strings"
 	"time"
@@ -40,6 +42,12 @@ type Config struct {
 	Model string
 	// Firmware is FR: up to 8 printable ASCII characters. Default "1".
 	Firmware string
+
+	// PowerCycles is told in the SMART log: a number that changes whenever what write
+	// caches held may have been lost, so that a host that comes back can notice. 0 =
+	// derived from the kernel's boot identifier: the page cache survives the end of
+	// this process, and not that of the machine.
+	PowerCycles uint64
 
 	// Hosts are the NQNs of the hosts that may connect, at most MaxHosts. Nobody may if
 	// it is empty and AllowAnyHost is false. SetHosts changes both.
@@ -162,6 +170,9 @@ func (c Config) withDefaults() Config {
 	if c.Logger == nil {
 		c.Logger = slog.Default()
 	}
+	if c.PowerCycles == 0 {
+		c.PowerCycles = bootNumber()
+	}
 	if c.closeTimeout == 0 {
 		c.closeTimeout = closeTimeout
 	}
@@ -169,6 +180,17 @@ func (c Config) withDefaults() Config {
 		c.clock = systemClock{}
 	}
 	return c
+}
+
+// bootNumber is the same until the machine boots: 31 bits of the kernel's boot
+// identifier, or 0 if there is none to read.
+func bootNumber() uint64 {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return 0
+	}
+	sum := sha256.Sum256(id)
+	return uint64(binary.LittleEndian.Uint32(sum[:]) >> 1)
 }
 
 // Validate returns all problems of c joined, each with the field's name; nil if New would accept it.

@@ -117,6 +117,7 @@ func (t *Target) smartLog(c *controller) []byte {
 		AvailableSpare: 100,
 		DataUnitsRead:  protocol.SmartDataUnits(read), DataUnitsWritten: protocol.SmartDataUnits(written),
 		HostReads: protocol.Uint128{Lo: reads}, HostWrites: protocol.Uint128{Lo: writes},
+		PowerCycles:  protocol.Uint128{Lo: t.cfg.PowerCycles},
 		PowerOnHours: protocol.Uint128{Lo: uint64(t.uptime().Hours())},
 		MediaErrors:  protocol.Uint128{Lo: media}, ErrorLogEntries: protocol.Uint128{Lo: errs},
 	}

@@ -158,8 +158,8 @@ fio_verify() {
 # make_tree DIR [MB]: files of several sizes, links and an empty file, of random bytes.
 make_tree() {
 	mkdir -p "$1"/{small,large}
-	head -c $((${2:-24} << 19)) /dev/urandom | split -b 3333 -a 5 - "$1/small/"
-	head -c $((${2:-24} << 19)) /dev/urandom | split -b 1500k -a 5 - "$1/large/"
+	head -c $((${2:-8} << 19)) /dev/urandom | split -b 3333 -a 5 - "$1/small/"
+	head -c $((${2:-8} << 19)) /dev/urandom | split -b 1500k -a 5 - "$1/large/"
 	: >"$1/empty"
 	ln "$1/large/aaaaa" "$1/hardlink"
 	ln -s large/aaaab "$1/symlink"

@@ -2,14 +2,20 @@
 # A TCP capture of the kernel's nvme-rdma host at work against nvmet-rdma over siw: discovery,
 # connect, identify, small and large reads and writes, flush, discard, write zeroes, keep-alive,
 # disconnect. Leaves nvme.pcap; `go run ./test/vm/mpadump -golden DIR nvme.pcap` makes golden files of it.
+# With the rdtarget program as argument that is the target instead: the two sets of files can be compared.
 . "$VM_REPO/test/vm/lib.sh"
 siw_up
 nqn=nqn.2026-11.io.rdblk:golden
-null_up nb0 64 512 discard 1
-nvmet_subsys $nqn
-nvmet_ns $nqn 1 $BLK
-echo 0badcafe-0000-4000-8000-000000000001 >$NVMET/subsystems/$nqn/namespaces/1/device_uuid 2>/dev/null || true
-nvmet_port 1 $SIW 4420 $nqn
+if [ $# = 0 ]; then
+	null_up nb0 64 512 discard 1
+	nvmet_subsys $nqn
+	nvmet_ns $nqn 1 $BLK
+	nvmet_port 1 $SIW 4420 $nqn
+else
+	truncate -s 64m /run/disk.img
+	"$1" serve --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 &
+	wait_for 20 sh -c "ss -tln | grep -q $SIW:4420"
+fi
 capture_start lo "$VM_OUT/nvme.pcap" tcp port 4420
 modprobe nvme-rdma
 id=(--hostnqn nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff --hostid 00112233-4455-6677-8899-aabbccddeeff)
@@ -30,5 +36,6 @@ nvme read $NVME -s 131072 -c 0 -z 512 >/dev/null 2>&1 && die "a read beyond the 
 sleep 3 # a keep-alive
 nvme_disconnect $nqn
 capture_stop
+grep -q '^0 packets dropped by kernel' "$VM_OUT/tcpdump.txt"
 uname -rv >"$VM_OUT/kernel.txt"
 kernel_clean

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -226,7 +227,7 @@ func pump(fd int, buf []byte, unit int, rest *int, stop *atomic.Bool) int {
 
 func pushAll(fd int, buf []byte) {
 	for len(buf) > 0 {
-		n, e := sysSend(fd, &buf[0], len(buf), 0)
+		n, e := sysSendBytes(fd, buf)
 		if e == unix.EAGAIN {
 			unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 			continue
@@ -279,6 +280,81 @@ func benchmarkTCP(b *testing.B, depth int) {
 func BenchmarkTCPPingPong4K(b *testing.B) { benchmarkTCP(b, 1) }
 func BenchmarkTCPRate4K(b *testing.B)     { benchmarkTCP(b, 128) }
 
+// threadCPU is the processor time of the calling thread.
+func threadCPU() time.Duration {
+	var u unix.Rusage
+	unix.Getrusage(unix.RUSAGE_THREAD, &u)
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// benchmarkOneThread has both ends on one thread, so that its processor time is
+// all that an operation costs, also on a busy machine.
+func benchmarkOneThread(b *testing.B, cfg Config, depth int) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	bp := newBenchPair(b, cfg, depth)
+	h, tg := bp.host, bp.target
+	b.ReportAllocs()
+	b.ResetTimer()
+	start := threadCPU()
+	h.e.QP.PostSend(h.send[:min(depth, b.N)]...)
+	sent := min(depth, b.N)
+	for got := 0; got < b.N; {
+		tg.serve(b)
+		n, _, _ := h.e.CQ.Poll(h.wc)
+		for i := range h.wc[:n] {
+			id := h.wc[i].ID
+			if !h.wc[i].Recv {
+				continue
+			}
+			got++
+			h.e.QP.PostRecv(h.recv[id : id+1]...)
+			if sent < b.N {
+				h.e.QP.PostSend(h.send[id : id+1]...)
+				sent++
+			}
+		}
+	}
+	b.ReportMetric(float64(threadCPU()-start)/float64(b.N), "cpu-ns/op")
+}
+
+func BenchmarkOneThread1(b *testing.B)      { benchmarkOneThread(b, Config{}, 1) }
+func BenchmarkOneThread32(b *testing.B)     { benchmarkOneThread(b, Config{}, 32) }
+func BenchmarkOneThread128(b *testing.B)    { benchmarkOneThread(b, Config{}, 128) }
+func BenchmarkOneThread128CRC(b *testing.B) { benchmarkOneThread(b, Config{CRC: CRCOn}, 128) }
+
+// BenchmarkTCPOneThread is the same with sockets alone: one send and one receive
+// call for a batch each way, nothing placed anywhere.
+func BenchmarkTCPOneThread1(b *testing.B)   { benchmarkTCPOneThread(b, 1) }
+func BenchmarkTCPOneThread32(b *testing.B)  { benchmarkTCPOneThread(b, 32) }
+func BenchmarkTCPOneThread128(b *testing.B) { benchmarkTCPOneThread(b, 128) }
+
+func benchmarkTCPOneThread(b *testing.B, depth int) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	h, t := rawPair(b)
+	in, out := make([]byte, depth*benchDown), make([]byte, depth*benchDown)
+	b.ResetTimer()
+	start := threadCPU()
+	for done := 0; done < b.N; done += depth {
+		pushAll(h, out[:depth*benchUp])
+		for n := 0; n < depth*benchUp; {
+			k, _ := sysRecv(t, in)
+			n += max(k, 0)
+		}
+		for sent, n := 0, 0; n < depth*benchDown; {
+			if sent < len(out) {
+				if k, e := sysSendBytes(t, out[sent:min(len(out), sent+256<<10)]); e == 0 {
+					sent += k
+				}
+			}
+			k, _ := sysRecv(h, in[:min(len(in), 64<<10)])
+			n += max(k, 0)
+		}
+	}
+	b.ReportMetric(float64(threadCPU()-start)/float64(b.N), "cpu-ns/op")
+}
+
 // TestNoAllocations: an operation costs no allocation on either end.
 func TestNoAllocations(t *testing.T) {
 	for _, cfg := range []Config{{}, {CRC: CRCOn}} {
@@ -317,4 +393,16 @@ func TestNoAllocations(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// BenchmarkEmptyPoll is what looking for work costs.
+func BenchmarkEmptyPoll(b *testing.B) {
+	bp := newBenchPair(b, Config{}, 1)
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	start := threadCPU()
+	for b.Loop() {
+		bp.host.e.CQ.Poll(bp.host.wc)
+	}
+	b.ReportMetric(float64(threadCPU()-start)/float64(b.N), "cpu-ns/op")
 }

@@ -320,7 +320,7 @@ func TestVanishing(t *testing.T) {
 		mr := reg(r, 0, 200000)
 		unix.SetsockoptInt(r.q.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 4096)
 		f := readReq(1, readRequest{sinkSTag: 9, size: 200000, srcSTag: mr.stag, srcTO: mr.base})
-		sysSend(r.peer, &f[0], len(f), 0)
+		sysSendBytes(r.peer, f)
 		var wc [4]rdma.WC
 		for range 3 { // the peer does not read
 			r.side.CQ.Poll(wc[:])
@@ -437,7 +437,7 @@ func TestStreamEnds(t *testing.T) {
 func TestTerminateBehindFailedSend(t *testing.T) {
 	r := newRig(t, agreed{ord: 1})
 	f := untagged(opTerminate, true, 0, qnTerminate, 1, 0, hexBytes("11000000"))
-	sysSend(r.peer, &f[0], len(f), 0)
+	sysSendBytes(r.peer, f)
 	unix.Close(r.peer)
 	r.peer = -1
 	r.send(rdma.SendWR{ID: 1, Op: rdma.OpSend, SGL: []rdma.SGE{r.side.SGE(0, 8)}})

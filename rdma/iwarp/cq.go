@@ -12,8 +12,8 @@ import (
 )
 
 const (
-	// Up to so many QPs on a CQ are read without asking epoll which of them is ready:
-	// an empty read costs no more than an empty epoll_wait.
+	// Up to so many QPs on a CQ are read, and written when they were blocked, without
+	// asking epoll which of them is ready.
 	directQPs = 2
 	// Every so many polls the counters are published even if the owner never arms.
 	publishEvery = 4096
@@ -281,7 +281,9 @@ func (c *cq) transmit() bool {
 	return moved
 }
 
-// receive reads from the QPs that have something.
+// receive reads from the QPs that have something. A few are asked directly: an
+// empty read costs more than asking epoll in vain, but when there is something
+// epoll comes on top, and that is the path that counts.
 func (c *cq) receive() bool {
 	moved := false
 	if len(c.live) <= directQPs {

@@ -159,7 +159,7 @@ func (r *rig) drain() {
 func (r *rig) feed(b []byte, chunk int) {
 	r.t.Helper()
 	for len(b) > 0 && r.q.state == stateRTS {
-		n, e := sysSend(r.peer, &b[0], min(chunk, len(b)), 0)
+		n, e := sysSendBytes(r.peer, b[:min(chunk, len(b))])
 		if e != 0 && e != unix.EAGAIN {
 			return
 		}

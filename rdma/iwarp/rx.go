@@ -62,7 +62,7 @@ type rxState struct {
 	openSTag uint32
 	openOff  uint64
 
-	iov [maxSGE + 2]unix.Iovec
+	iov [maxSGE + 2]iovec
 	msg unix.Msghdr
 }
 
@@ -112,8 +112,8 @@ func (q *qp) read() (n int, more bool) {
 		if !r.last {
 			slack = rxSlackMore
 		}
-		r.iov[k] = unix.Iovec{Base: &r.buf[0], Len: uint64(slack)}
-		r.msg.Iov, r.msg.Iovlen = &r.iov[0], uint64(k+1)
+		r.iov[k] = iov(r.buf[:slack])
+		setIOV(&r.msg, r.iov[:k+1])
 		want = direct + slack
 		n, e = sysRecvmsg(q.fd, &r.msg)
 	} else {
@@ -474,7 +474,7 @@ func (q *qp) recvAlive() bool {
 func (q *qp) scatter() int {
 	r := &q.rx
 	if r.to != toRecv {
-		r.iov[0] = unix.Iovec{Base: &r.mem[0], Len: uint64(r.rest)}
+		r.iov[0] = iov(r.mem[:r.rest])
 		return 1
 	}
 	sge := q.rqSGE[int(q.rqHead&q.rqMask)*q.cfg.MaxRecvSGE:]
@@ -482,7 +482,7 @@ func (q *qp) scatter() int {
 	for left := r.rest; left > 0; {
 		p := &sge[i]
 		k := min(left, p.n-off)
-		r.iov[n] = unix.Iovec{Base: &p.mr.mem[p.off+uint64(off)], Len: uint64(k)}
+		r.iov[n] = iov(p.mr.mem[p.off+uint64(off):][:k])
 		n++
 		left -= k
 		i, off = i+1, 0

@@ -2,6 +2,7 @@ package iwarp
 
 import (
 	"net"
+	"runtime"
 	"time"
 	"unsafe"
 
@@ -29,13 +30,37 @@ func sysRecvmsg(fd int, m *unix.Msghdr) (int, unix.Errno) {
 	}
 }
 
-func sysSend(fd int, p *byte, n int, flags uintptr) (int, unix.Errno) {
+// iovec is struct iovec with an address that the garbage collector does not look
+// at: it names memory outside the Go heap, or a staging buffer that the QP holds.
+type iovec struct { // layout as the kernel's
+	base uintptr
+	len  uint64
+}
+
+func iov(p []byte) iovec {
+	return iovec{uintptr(unsafe.Pointer(unsafe.SliceData(p))), uint64(len(p))}
+}
+
+// setIOV makes m name the pieces of v.
+func setIOV(m *unix.Msghdr, v []iovec) {
+	m.Iov = (*unix.Iovec)(unsafe.Pointer(unsafe.SliceData(v)))
+	m.SetIovlen(len(v))
+}
+
+func sysSend(fd int, p uintptr, n int, flags uintptr) (int, unix.Errno) {
 	for {
-		n, _, e := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(p)), uintptr(n), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL|flags, 0, 0)
+		n, _, e := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), p, uintptr(n), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL|flags, 0, 0)
 		if e != unix.EINTR {
 			return int(n), e
 		}
 	}
+}
+
+// sysSendBytes sends a slice; its memory cannot go away meanwhile.
+func sysSendBytes(fd int, p []byte) (int, unix.Errno) {
+	n, e := sysSend(fd, uintptr(unsafe.Pointer(unsafe.SliceData(p))), len(p), 0)
+	runtime.KeepAlive(p)
+	return n, e
 }
 
 func sysSendmsg(fd int, m *unix.Msghdr, flags uintptr) (int, unix.Errno) {
@@ -125,3 +150,5 @@ func abort(fd int) {
 	unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 	unix.Close(fd)
 }
+
+var _ = [1]struct{}{}[unsafe.Sizeof(iovec{})-unsafe.Sizeof(unix.Iovec{})]

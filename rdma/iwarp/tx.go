@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -44,7 +43,7 @@ type source struct {
 type txState struct {
 	stage  []byte
 	used   int
-	iov    [txIOV]unix.Iovec
+	iov    [txIOV]iovec
 	src    [txIOV]source
 	first  int // iov not taken yet
 	n      int // iov filled
@@ -103,19 +102,19 @@ func (t *txState) room() bool {
 // staged adds the next k bytes of the staging buffer, just written, to the batch.
 func (t *txState) staged(k int) {
 	if !t.inline { // the last piece is not the end of the staging buffer
-		t.iov[t.n] = unix.Iovec{Base: &t.stage[t.used]}
+		t.iov[t.n] = iov(t.stage[t.used:t.used])
 		t.src[t.n] = source{}
 		t.n++
 		t.inline = true
 	}
-	t.iov[t.n-1].Len += uint64(k)
+	t.iov[t.n-1].len += uint64(k)
 	t.used += k
 	t.bytes += k
 }
 
 // memory adds registered memory to the batch.
 func (t *txState) memory(p []byte, s source) {
-	t.iov[t.n] = unix.Iovec{Base: &p[0], Len: uint64(len(p))}
+	t.iov[t.n] = iov(p)
 	t.src[t.n] = s
 	t.n++
 	t.inline = false
@@ -152,7 +151,7 @@ func (q *qp) trailer(l int, crc uint32) {
 func (q *qp) transmit() bool {
 	t := &q.tx
 	if t.err != 0 {
-		return false // receive will find out why
+		return false
 	}
 	moved := false
 	wasBlocked := t.blocked
@@ -185,6 +184,10 @@ func (q *qp) transmit() bool {
 		return true
 	}
 	q.retire()
+	if t.err != 0 {
+		q.receive() // the reason may be there to read: a Terminate
+		return true
+	}
 	if (t.blocked || wasBlocked) && (len(q.scq.live) > directQPs || len(q.rcq.live) > directQPs) {
 		q.watchWrite(t.blocked)
 	}
@@ -198,14 +201,13 @@ func (q *qp) send() int {
 	var e unix.Errno
 	want := 0
 	for i := t.first; i < t.n; i++ {
-		want += int(t.iov[i].Len)
+		want += int(t.iov[i].len)
 	}
 	if t.n-t.first == 1 {
 		v := &t.iov[t.first]
-		n, e = sysSend(q.fd, v.Base, int(v.Len), t.eor)
+		n, e = sysSend(q.fd, v.base, int(v.len), t.eor)
 	} else {
-		t.msg.Iov = &t.iov[t.first]
-		t.msg.Iovlen = uint64(t.n - t.first)
+		setIOV(&t.msg, t.iov[t.first:t.n])
 		n, e = sysSendmsg(q.fd, &t.msg, t.eor)
 	}
 	q.st.SendCalls++
@@ -226,13 +228,13 @@ func (q *qp) send() int {
 		t.blocked = true
 		q.st.SendBlocked++
 		left := uint64(n)
-		for left >= t.iov[t.first].Len {
-			left -= t.iov[t.first].Len
+		for left >= t.iov[t.first].len {
+			left -= t.iov[t.first].len
 			t.first++
 		}
 		v := &t.iov[t.first]
-		v.Base = (*byte)(unsafe.Add(unsafe.Pointer(v.Base), left))
-		v.Len -= left
+		v.base += uintptr(left)
+		v.len -= left
 		t.src[t.first].addr += left
 	}
 	for q.inHead != q.inNext && q.in[q.inHead&uint32(len(q.in)-1)].end <= t.sent {
@@ -255,7 +257,7 @@ func (q *qp) recheck() bool {
 		s := &t.src[i]
 		switch {
 		case s.win != 0:
-			if _, f := q.remote(s.win, s.addr, uint32(t.iov[i].Len), rdma.AccessRemoteRead); f != faultNone {
+			if _, f := q.remote(s.win, s.addr, uint32(t.iov[i].len), rdma.AccessRemoteRead); f != faultNone {
 				q.fail(failure{err: errors.New("memory that the peer was reading was closed")})
 				return false
 			}
@@ -548,7 +550,7 @@ func (q *qp) sendTerminate(c termCode, seg []byte) {
 				return
 			}
 			if s.win != 0 {
-				if _, f := q.remote(s.win, s.addr, uint32(t.iov[i].Len), rdma.AccessRemoteRead); f != faultNone {
+				if _, f := q.remote(s.win, s.addr, uint32(t.iov[i].len), rdma.AccessRemoteRead); f != faultNone {
 					return
 				}
 			}
@@ -559,7 +561,7 @@ func (q *qp) sendTerminate(c termCode, seg []byte) {
 	}
 	var buf [untaggedHeader + termMaxPayload + 8]byte
 	b := appendTerminate(buf[:0], c, seg, q.crc)
-	sysSend(q.fd, &b[0], len(b), 0)
+	sysSendBytes(q.fd, b)
 	q.st.TxFPDUs++
 	q.st.SendCalls++
 }

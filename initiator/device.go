@@ -338,7 +338,7 @@ func (h *handle) Worker() *worker.Worker { return h.q.w }
 
 // MaxAlloc is half of the queue's memory, so that a large request does not have to
 // wait for all others to end.
-func (h *handle) MaxAlloc() int { return h.q.mem.Size() / 2 }
+func (h *handle) MaxAlloc() int { return len(h.q.data.mem) / 2 }
 
 func (h *handle) Alloc(n int) []byte {
 	b := h.q.mem.Alloc(n)

@@ -540,6 +540,10 @@ func TestFewerQueuesAfterReconnect(t *testing.T) {
 	if n := s.Stats().Forwarded; n == 0 {
 		t.Error("nothing was forwarded")
 	}
+	// A dead connection of another worker is not tried over and over: each loss costs a request one repetition.
+	if n, most := s.Stats().Resent, uint64(len(all))*s.Status().Reconnects; n > most {
+		t.Errorf("%d repetitions in %d reconnects with %d requests", n, s.Status().Reconnects, len(all))
+	}
 	before := s.Stats().Forwarded
 	finishPlay(t, all)
 	if n := s.Stats().Forwarded; n != before {

@@ -81,9 +81,9 @@
 // writes. After a reconnect it compares what the SMART log says of power cycles
 // and unsafe shutdowns with what it said before; if either differs the cache was
 // lost, and everything fails with ErrCacheLost until the device is attached anew (and
-// what is on it is checked and repaired like after any crash). A target that
-// counts neither, as Linux, SPDK and in its first version rdtarget do, cannot be caught at this: a warning
-// says so. What would close the gap for every target is to keep unflushed
+// what is on it is checked and repaired like after any crash). rdtarget's power
+// cycles change with each boot of its machine. A target that counts neither, as
+// Linux's and SPDK's, cannot be caught at this: a warning says so. What would close the gap for every target is to keep unflushed
 // writes and send them again, as NFS clients do; nothing here stands in the way
 // (namespace.mark and flushDone know what a Flush covered).
 //

@@ -223,6 +223,28 @@ func TestRestartsOfTheTarget(t *testing.T) {
 	}
 }
 
+// A boot of the target's machine is told from a restart of its process.
+func TestBootOfTheTarget(t *testing.T) {
+	for _, boot := range []bool{false, true} {
+		s := serve(t, target.Config{PowerCycles: 7}, file(t, 1<<20, blockdev.Options{}))
+		dev := attach(t, s.config())
+		if err := dev.WriteAt(make([]byte, 4096), 0, 0); err != nil || !dev.Info().WriteCache {
+			t.Fatal(err)
+		}
+		s.stop()
+		if boot {
+			s.cfg.PowerCycles++
+		}
+		s.start()
+		if err := dev.ReadAt(make([]byte, 4096), 0); errors.Is(err, initiator.ErrCacheLost) != boot || !boot && err != nil {
+			t.Errorf("boot %v: read: %v", boot, err)
+		}
+		if err := dev.Flush(); errors.Is(err, blockdev.ErrFlushFailed) != boot || !boot && err != nil {
+			t.Errorf("boot %v: flush: %v", boot, err)
+		}
+	}
+}
+
 // Failures of the store arrive as themselves, and alone.
 func TestStoreFailures(t *testing.T) {
 	back := blockdevtest.Faulty(file(t, 1<<20, blockdev.Options{}))

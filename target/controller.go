@@ -219,7 +219,13 @@ func (t *Target) flushAll() error {
 			list = append(list, ns)
 		}
 	}
+	t.flushes++
 	t.mu.Unlock()
+	defer func() {
+		t.mu.Lock()
+		t.flushes--
+		t.mu.Unlock()
+	}()
 	var errs []error
 	for _, ns := range list {
 		if err := ns.dev.Flush(); err != nil {

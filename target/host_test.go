@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net/netip"
 	"os"
 	"runtime"
@@ -31,7 +32,20 @@ import (
 // patience bounds every wait of the tests.
 const patience = 30 * time.Second
 
-var verbose = flag.Bool("target.log", false, "show the target's log")
+var (
+	verbose  = flag.Bool("target.log", false, "show the target's log")
+	seedFlag = flag.Uint64("target.seed", 0, "seed of random tests, 0 = another one each time")
+)
+
+// newSeed is the seed of a random test; it is printed when the test fails.
+func newSeed(t testing.TB) uint64 {
+	seed := *seedFlag
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("seed: -target.seed=%d", seed)
+	return seed
+}
 
 const testNQN = "nqn.2026-11.io.rdblk:test:target"
 
@@ -231,6 +245,8 @@ type hostQueue struct {
 	// quick counts answers instead of keeping them.
 	quick bool
 	count int
+	sent  int // capsules, for inFlight
+	taken int // answers, of those kept
 	last  protocol.Completion
 }
 
@@ -377,6 +393,7 @@ func (q *hostQueue) sendRaw(b []byte) {
 		return
 	}
 	q.sends++
+	q.sent++
 	q.poll(false) // the software NIC moves nothing by itself
 }
 
@@ -441,6 +458,7 @@ func (q *hostQueue) take(cid uint16) (answer, error) {
 	for {
 		if a, ok := q.answers[cid]; ok {
 			delete(q.answers, cid)
+			q.taken++
 			return a, nil
 		}
 		if q.broken != nil {
@@ -453,8 +471,10 @@ func (q *hostQueue) take(cid uint16) (answer, error) {
 	}
 }
 
-// quiet polls for a while that is long enough for what is on its way to arrive, by
-// asking the target something and waiting for that answer.
+// inFlight is how many commands have no answer.
+func (q *hostQueue) inFlight() int { return q.sent - q.count - q.taken - len(q.answers) }
+
+// awaitEnd waits until the target has ended the connection.
 func (q *hostQueue) awaitEnd() error {
 	q.t.Helper()
 	end := time.Now().Add(patience)

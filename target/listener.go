@@ -1,7 +1,6 @@
 package target
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -161,32 +160,28 @@ func (t *Target) serveConn(ln *listener, conn rdma.Conn) {
 		t.reject(conn, status, err)
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), t.cfg.AcceptTimeout)
 	accept := protocol.RDMAConnectAccept{CRQSIZE: uint16(q.depth)}
 	private, _ := accept.AppendBinary(nil)
 	reads := min(conn.Request().ResponderResources, t.cfg.ReadDepth)
 	if n := q.dev.info.MaxReadDepth; n > 0 {
 		reads = min(reads, n)
 	}
-	est, err := conn.Accept(ctx, rdma.ConnParam{PrivateData: private, InitiatorDepth: reads, RNRRetry: 7, Retry: 7})
-	cancel()
+	est, err := conn.Accept(q.ctx, rdma.ConnParam{PrivateData: private, InitiatorDepth: reads, RNRRetry: 7, Retry: 7})
 	if err != nil {
 		t.stats.acceptFailed.Add(1)
-		q.end(fmt.Errorf("accept: %w", err))
-		<-q.gone
-		return
-	}
-	if est.ORD > 0 {
+	} else if est.ORD > 0 {
 		reads = min(reads, est.ORD)
 	}
 	// A worker is closed after its last queue is gone.
-	_ = q.lane.w.Submit(worker.TaskFunc(func() { q.established(reads) }))
-	select {
-	case <-conn.Done():
-		q.end(q.lost())
-		<-q.gone
-	case <-q.gone:
+	_ = q.lane.w.Submit(worker.TaskFunc(func() { q.acceptDone(reads, err) }))
+	if err == nil {
+		select {
+		case <-conn.Done():
+			q.end(q.lost())
+		case <-q.gone:
+		}
 	}
+	<-q.gone
 }
 
 // establish checks the connection request and makes the queue for it.
@@ -229,6 +224,7 @@ func (t *Target) establish(ln *listener, conn rdma.Conn) (*queue, protocol.Rejec
 		addErr = err
 	}
 	if addErr != nil {
+		q.cancel()
 		q.qp.Close()
 		q.cq.Close()
 		q.mr.Deregister()

@@ -59,12 +59,18 @@ type queue struct {
 
 	commands atomic.Uint64 // capsules received
 
+	// ctx bounds Conn.Accept; cancel gives it up.
+	ctx    context.Context
+	cancel context.CancelFunc
+
 	endOnce sync.Once
 	endTask endTask
 	gone    chan struct{} // closed when everything is released
 
 	// The worker's.
 	state    queueState
+	accepted bool // Conn.Accept has returned
+	doomed   bool // to be closed as soon as it has
 	h        *worker.Handle
 	now      time.Time
 	reason   error // why it ended
@@ -154,11 +160,14 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 	q.inline = d.info.MaxInline >= protocol.CompletionSize
 	q.sendInv = d.info.SendInv && !t.cfg.NoSendInvalidate
 
+	q.ctx, q.cancel = context.WithTimeout(context.Background(), t.cfg.AcceptTimeout)
 	if err := q.register(ring); err != nil {
+		q.cancel()
 		return nil, err
 	}
 	defer func() {
 		if err != nil {
+			q.cancel()
 			if q.qp != nil {
 				q.qp.Close()
 			}
@@ -264,10 +273,16 @@ func (q *queue) attach() error {
 	return nil
 }
 
-// established lets the capsules run that came early. reads is what the connection
-// allows of RDMA Reads.
-func (q *queue) established(reads int) {
-	if q.state != queueAccepting {
+// acceptDone is called when Conn.Accept has returned: with an error, or with what
+// the connection allows of RDMA Reads. Capsules that came early run now.
+func (q *queue) acceptDone(reads int, err error) {
+	q.accepted = true
+	switch {
+	case q.doomed:
+		q.close(q.reason)
+		return
+	case err != nil:
+		q.close(fmt.Errorf("accept: %w", err))
 		return
 	}
 	q.maxReads = reads
@@ -276,12 +291,15 @@ func (q *queue) established(reads int) {
 	for r := q.parked.pop(); r != nil; r = q.parked.pop() {
 		r.setState(reqReceived)
 		q.dispatch(r)
-		if q.state >= queueClosing {
+		if q.over() {
 			return
 		}
 	}
 	q.kick()
 }
+
+// over says that nothing more is to be done for the connection.
+func (q *queue) over() bool { return q.state >= queueClosing || q.doomed }
 
 // end closes the queue from any goroutine; the first reason counts.
 func (q *queue) end(reason error) {
@@ -309,6 +327,16 @@ func (q *queue) close(reason error) {
 	if q.state >= queueClosing {
 		return
 	}
+	if !q.accepted {
+		// The queue pair is in the hands of Conn.Accept, which ends soon now.
+		if !q.doomed {
+			q.doomed, q.reason = true, reason
+			q.h.Remove()
+			q.cancel()
+		}
+		return
+	}
+	q.cancel()
 	wasLive := q.state == queueLive || q.state == queueDraining
 	orderly := q.state == queueDraining
 	q.state = queueClosing

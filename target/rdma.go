@@ -40,11 +40,11 @@ const pollRounds = 4
 func (q *queue) Poll() bool {
 	progress := false
 	for range pollRounds {
-		if q.state >= queueClosing {
+		if q.over() {
 			return false
 		}
 		q.flush()
-		if q.state >= queueClosing { // a work request was refused
+		if q.over() { // a work request was refused
 			return true
 		}
 		wcs := &q.lane.wcs
@@ -60,7 +60,7 @@ func (q *queue) Poll() bool {
 		q.now = time.Now()
 		for i := range n {
 			q.complete(&wcs[i])
-			if q.state >= queueClosing {
+			if q.over() {
 				return true
 			}
 		}
@@ -71,7 +71,7 @@ func (q *queue) Poll() bool {
 
 // Arm is the worker's.
 func (q *queue) Arm() bool {
-	if q.state >= queueClosing {
+	if q.over() {
 		return true
 	}
 	if len(q.sends)+len(q.reposts) > 0 {
@@ -132,6 +132,12 @@ func (q *queue) complete(wc *rdma.WC) {
 	for q.tail <= wc.ID {
 		e := &q.ring[q.tail&q.ringMask]
 		r, kind := e.r, e.kind
+		if kind == sendRead && q.tail != wc.ID {
+			// A Read has a completion of its own, in order. Without it the data is not there,
+			// and nothing may be written.
+			q.breakdown(fmt.Errorf("%w: completions out of order", errTransferError))
+			return
+		}
 		e.r = nil
 		q.tail++
 		switch kind {
@@ -142,7 +148,7 @@ func (q *queue) complete(wc *rdma.WC) {
 		case sendResponse:
 			q.release(r)
 		}
-		if q.state >= queueClosing {
+		if q.over() {
 			return
 		}
 	}

@@ -49,6 +49,7 @@ type Target struct {
 	connections    int                 // accepted and not gone
 	halfOpen       int                 // of those, without a Connect
 	rejecting      int
+	flushes        int // of controllers that shut down
 	numControllers int
 
 	sweeper *time.Ticker // real time: it looks at what really moves
@@ -179,12 +180,12 @@ func (t *Target) wait(ctx context.Context) error {
 	for {
 		queues, _ := t.snapshot()
 		t.mu.Lock()
-		n := t.connections
+		n := t.connections + t.rejecting + t.flushes
 		t.mu.Unlock()
 		if len(queues) == 0 && n == 0 {
 			return nil
 		}
-		if len(queues) == 0 { // being established or refused: look again soon
+		if len(queues) == 0 { // being established or refused, or a flush runs: look again soon
 			select {
 			case <-time.After(time.Millisecond):
 			case <-ctx.Done():

@@ -405,8 +405,7 @@ func (l *load) check(t *testing.T, dev blockdev.Device) {
 }
 
 func TestShutdownUnderLoad(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("seed %d", seed)
+	seed := newSeed(t)
 	dev := memDevice(t, 64<<20)
 	var rec recorder
 	rec.TryDevice = dev.(blockdev.TryDevice)
@@ -525,6 +524,21 @@ func TestShutdownWithHungStorage(t *testing.T) {
 		t.Errorf("close: %v", err)
 	}
 	s.io[0].awaitEnd() // the host knows already
+	gate.Open()
+	eventually(t, "end", func() bool { return r.tgt.Close() == nil })
+}
+
+// The same for a flush that CC.SHN began.
+func TestCloseWithHungShutdownFlush(t *testing.T) {
+	dev := blockdevtest.Delayed(cached{memDevice(t, 1<<20).(blockdev.TryDevice)})
+	r := newRig(t, Config{closeTimeout: 50 * time.Millisecond}, dev)
+	s := r.attach(sessionOptions{})
+	gate := hold(dev, blockdev.OpFlush)
+	s.setCC(protocol.CCDefault.WithEN(true).WithSHN(protocol.SHNNormal))
+	gate.Await(t, 1)
+	if err := r.tgt.Close(); !errors.Is(err, ErrBusy) {
+		t.Errorf("close: %v", err)
+	}
 	gate.Open()
 	eventually(t, "end", func() bool { return r.tgt.Close() == nil })
 }

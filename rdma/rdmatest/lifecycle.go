@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -415,6 +416,91 @@ func testSleepingOwners(s *Suite) {
 	p.A.Conn.Disconnect()
 	p.A.Poll(t)
 	<-done
+}
+
+// testManyOwners: owners on goroutines of their own do traffic while others
+// register memory and connect, all on one device. For the race detector.
+func testManyOwners(s *Suite) {
+	t := s.T
+	const owners, rounds = 3, 300
+	var wg sync.WaitGroup
+	var stop atomic.Bool
+	dev := deviceOf(s)
+	pd, err := dev.AllocPD()
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem := Mem(t, 65536)
+	wg.Add(1)
+	go func() {
+		defer wg.Done()
+		for !stop.Load() {
+			mr, err := pd.Register(mem, AllAccess)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			mr.Deregister()
+			if mw, err := pd.AllocMW(); err == nil {
+				mw.Close()
+			}
+			runtime.Gosched()
+		}
+	}()
+	var work sync.WaitGroup
+	for range owners {
+		p := s.Connect(nil, nil, PairConfig{}, nil, func(e *End) { e.PostRecv(t, 1, 0, 16) })
+		a, b := p.A, p.B
+		loop := func(e *End, step func() bool) {
+			defer work.Done()
+			deadline := time.Now().Add(Patience)
+			for !step() {
+				n, _, err := e.CQ.Poll(e.wc[:])
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				e.got[e.QP.Num()] = append(e.got[e.QP.Num()], e.wc[:n]...)
+				runtime.Gosched()
+				if time.Now().After(deadline) {
+					t.Errorf("%s: waited %v", e.Name, Patience)
+					return
+				}
+			}
+		}
+		work.Add(2)
+		var answered atomic.Int64 // messages that B has taken
+		go func() {
+			sent := int64(0)
+			loop(a, func() bool {
+				a.got[a.QP.Num()] = nil
+				if sent == answered.Load() && sent < rounds {
+					sent++
+					a.QP.PostSend(rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{a.SGE(0, 3000)}, RemoteAddr: b.At(4096), RKey: b.MR.RKey()},
+						rdma.SendWR{Op: rdma.OpRead, SGL: []rdma.SGE{a.SGE(8192, 3000)}, RemoteAddr: b.At(4096), RKey: b.MR.RKey()},
+						rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled | rdma.FlagFence, SGL: []rdma.SGE{a.SGE(0, 16)}})
+				}
+				return answered.Load() == rounds
+			})
+		}()
+		go loop(b, func() bool {
+			for _, wc := range b.got[b.QP.Num()] {
+				if wc.Status != rdma.StatusSuccess {
+					t.Errorf("%+v", wc)
+				}
+				b.QP.PostRecv(rdma.RecvWR{ID: 1, SGL: []rdma.SGE{b.SGE(0, 16)}})
+				answered.Add(1)
+			}
+			b.got[b.QP.Num()] = nil
+			return answered.Load() == rounds
+		})
+	}
+	work.Wait()
+	stop.Store(true)
+	wg.Wait()
+	if err := pd.Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 // testPeerNeverPolls: a peer that takes nothing stops its own connection and

@@ -99,6 +99,7 @@ var cases = []struct {
 	{"ClosedObjects", testClosedObjects},
 	{"BetweenPollAndArm", testBetweenPollAndArm},
 	{"SleepingOwners", testSleepingOwners},
+	{"ManyOwners", testManyOwners},
 	{"PeerNeverPolls", testPeerNeverPolls},
 	{"ConnectDisconnectRounds", testRounds},
 }

@@ -13,9 +13,9 @@ import (
 	"rdblk/protocol"
 )
 
-// An association is one admin queue and the I/O queues that belong to it. It is
-// one unit: whatever breaks ends all of it (fail), and the session's manager takes
-// it apart (teardown) and makes a new one.
+// An association is one admin queue and the I/O queues that belong to it. It is one
+// unit: whatever breaks ends all of it (fail), and the session's manager takes it apart
+// (teardown) and makes a new one.
 type association struct {
 	s     *Session
 	log   *slog.Logger
@@ -34,9 +34,9 @@ var errTornDown = errors.New("association torn down")
 // fail ends the association; the first reason counts. Any goroutine, never blocks.
 func (a *association) fail(err error) { a.cancel(err) }
 
-// establish makes an association: admin queue, initialisation, I/O queues,
-// namespaces (NVMe over Fabrics, "Controller Initialization"). On success requests
-// flow. ConnectTimeout bounds it.
+// establish makes an association: admin queue, initialisation, I/O queues, namespaces
+// (NVMe over Fabrics, "Controller Initialization"). On success requests flow.
+// ConnectTimeout bounds it.
 func (s *Session) establish(parent context.Context) (_ *association, err error) {
 	a := &association{s: s, log: s.log}
 	a.ctx, a.cancel = context.WithCancelCause(parent)
@@ -171,9 +171,9 @@ func (a *association) watch(l *lane) {
 	})
 }
 
-// goKeepAlive sends a Keep Alive twice per timeout (NVMe Base, "Keep Alive").
-// One without an answer within the timeout is a lost connection; one that is answered with an
-// error is not.
+// goKeepAlive sends a Keep Alive twice per timeout (NVMe Base, "Keep Alive"). One
+// without an answer within the timeout is a lost connection; one that is answered with
+// an error is not.
 func (a *association) goKeepAlive() {
 	c, kato := a.ctrl, a.s.cfg.KeepAlive
 	a.wg.Go(func() {
@@ -199,7 +199,8 @@ func (a *association) goKeepAlive() {
 	})
 }
 
-// watchEvents asks for notices about namespaces and keeps one Asynchronous Event Request outstanding.
+// watchEvents asks for notices about namespaces and keeps one Asynchronous Event
+// Request outstanding.
 func (a *association) watchEvents(ctx context.Context) {
 	c := a.ctrl
 	if c.lane.usable < 2 {
@@ -233,7 +234,8 @@ func (a *association) event(e protocol.AsyncEvent) {
 	defer stop()
 	switch e & 0xFFFF07 {
 	case protocol.EventNamespaceChanged:
-		// Reading the log re-arms the event; what changed is found by looking at everything.
+		// Reading the log re-arms the event; what changed is found by looking at
+		// everything.
 		if _, err := a.ctrl.log(ctx, protocol.LogChangedNamespaces, protocol.NSIDAll, 0, protocol.ChangedNamespacesLogSize, false); err != nil {
 			a.log.Warn("changed namespace list not read", "error", err)
 		}
@@ -288,9 +290,9 @@ func (a *association) supervise() {
 	})
 }
 
-// stopLanes ends the I/O queues. When it returns nothing the target does on them reaches our
-// memory any more, nothing we posted reaches the target, and every command without an answer is back with
-// its request.
+// stopLanes ends the I/O queues. When it returns nothing the target does on them
+// reaches our memory any more, nothing we posted reaches the target, and every command
+// without an answer is back with its request.
 func (a *association) stopLanes(orderly bool) {
 	for _, q := range a.s.queues {
 		_ = q.w.Call(q.detach)
@@ -305,7 +307,8 @@ func (a *association) stopLanes(orderly bool) {
 const partingTime = time.Second
 
 // end stops and releases a lane from an ordinary goroutine. Without orderly the
-// connection is reset, so that no command that still waits to be sent reaches the target later.
+// connection is reset, so that no command that still waits to be sent reaches the
+// target later.
 func (l *lane) end(orderly bool) {
 	if orderly && l.conn.Disconnect() == nil {
 		t := time.NewTimer(partingTime)
@@ -319,8 +322,8 @@ func (l *lane) end(orderly bool) {
 	l.release()
 }
 
-// teardown takes an association that has failed apart. It waits for the workers and for the association's
-// goroutines.
+// teardown takes an association that has failed apart. It waits for the workers and for
+// the association's goroutines.
 func (a *association) teardown() {
 	a.cancel(errTornDown)
 	a.stopLanes(false)
@@ -330,8 +333,8 @@ func (a *association) teardown() {
 	a.wg.Wait()
 }
 
-// close ends a live association in order: I/O queues first, then CC.SHN, then the
-// admin queue (as Linux does). ctx bounds the wait for the controller.
+// close ends a live association in order: I/O queues first, then CC.SHN, then the admin
+// queue (as Linux does). ctx bounds the wait for the controller.
 func (a *association) close(ctx context.Context) error {
 	a.stopLanes(true)
 	err := a.ctrl.shutdown(ctx)

@@ -10,11 +10,11 @@ type backoff struct {
 }
 
 // next is the reconnect policy as a pure function: how long to wait before attempt
-// number attempt (0 is the first after a loss), elapsed after the association
-// ended, and whether the loss timeout falls into that wait, which is then cut to
-// end there. rnd is a random number in [0,1): the wait is between half and all of
-// the exponential value, so that hosts that lost one target do not come back in
-// step. Attempt 0 is made at once.
+// number attempt (0 is the first after a loss), elapsed after the association ended,
+// and whether the loss timeout falls into that wait, which is then cut to end there.
+// rnd is a random number in [0,1): the wait is between half and all of the exponential
+// value, so that hosts that lost one target do not come back in step. Attempt 0 is made
+// at once.
 func (b backoff) next(attempt int, elapsed time.Duration, rnd float64) (wait time.Duration, lost bool) {
 	if attempt > 0 {
 		wait = b.first

@@ -33,26 +33,30 @@ const (
 	MaxBufferMemory = 1 << 36
 )
 
-// Config tells Connect what to attach and how. Provider and Addr are needed; the
-// zero value of everything else is a good default. Durations that are zero take the
-// default.
+// Config tells Connect what to attach and how. Provider and Addr are needed; the zero
+// value of everything else is a good default. Durations that are zero take the default.
 type Config struct {
 	// Provider is the RDMA engine to connect with.
 	Provider rdma.Provider
 	// Addr is the target's address; a zero port means 4420.
 	Addr netip.AddrPort
-	// LocalAddr chooses the local address and so the RDMA device; zero: the route decides.
+	// LocalAddr chooses the local address and so the RDMA device; zero: the route
+	// decides.
 	LocalAddr netip.Addr
 
-	// HostNQN is this host's name for the target's access list. Empty: the UUID form made of HostID.
+	// HostNQN is this host's name for the target's access list. Empty: the UUID form
+	// made of HostID.
 	HostNQN string
-	// HostID identifies this attachment. A target that sees the same (HostNQN,
-	// HostID) again takes it for the same host coming back after a loss and ends the old
-	// association, so it must not be shared by attachments that live at the same time. Zero: a random one.
+	// HostID identifies this attachment. A target that sees the same (HostNQN, HostID)
+	// again takes it for the same host coming back after a loss and ends the old
+	// association, so it must not be shared by attachments that live at the same time.
+	// Zero: a random one.
 	HostID protocol.UUID
-	// SubNQN is the subsystem. Empty: ask discovery at Addr and take the only NVM subsystem.
+	// SubNQN is the subsystem. Empty: ask discovery at Addr and take the only NVM
+	// subsystem.
 	SubNQN string
-	// NSID is the namespace that Open and Device(0) give. 0: the only one, or the lowest.
+	// NSID is the namespace that Open and Device(0) give. 0: the only one, or the
+	// lowest.
 	NSID uint32
 
 	// Queues is the number of I/O queues, each with a connection and a worker thread.
@@ -62,38 +66,42 @@ type Config struct {
 	// 128, MinDepth … MaxDepth. Lowered to what target and RDMA device can do.
 	Depth int
 	// KeepAlive is the keep-alive timeout (KATO) that the target is told: when it hears
-	// nothing for so long it ends the association. A Keep Alive is sent twice in that time, and one that
-	// is not answered within it is a lost connection. Default 5 s, at least MinKeepAlive.
+	// nothing for so long it ends the association. A Keep Alive is sent twice in that
+	// time, and one that is not answered within it is a lost connection. Default 5 s,
+	// at least MinKeepAlive.
 	KeepAlive time.Duration
 
-	// ReconnectDelay is the wait after the first failed attempt to reconnect, doubled with each further
-	// one up to ReconnectMaxDelay, with jitter. The first attempt after a loss is made
-	// at once. Defaults 100 ms and 5 s.
+	// ReconnectDelay is the wait after the first failed attempt to reconnect, doubled
+	// with each further one up to ReconnectMaxDelay, with jitter. The first attempt
+	// after a loss is made at once. Defaults 100 ms and 5 s.
 	ReconnectDelay    time.Duration
 	ReconnectMaxDelay time.Duration
 	// LossTimeout is how long requests wait for a lost target before they fail with
-	// blockdev.ErrLost. The session goes on trying, and new requests fail at once, until the target is
-	// back. Default 600 s; negative: requests wait for ever.
+	// blockdev.ErrLost. The session goes on trying, and new requests fail at once,
+	// until the target is back. Default 600 s; negative: requests wait for ever.
 	LossTimeout time.Duration
 	// RequestTimeout is how long the target may take to answer a command. Then the
-	// association is torn down and, after a reconnect, the command sent again. Default 30 s.
+	// association is torn down and, after a reconnect, the command sent again. Default
+	// 30 s.
 	RequestTimeout time.Duration
 	// ConnectTimeout bounds one attempt to establish an association: all its
 	// connections, commands of initialisation and namespaces. Default 15 s.
 	ConnectTimeout time.Duration
-	// RetryTimeout is how long a request is repeated while the target answers that it cannot be
-	// done just now (namespace not ready, path errors). Then it fails with that status. Default 30 s.
+	// RetryTimeout is how long a request is repeated while the target answers that it
+	// cannot be done just now (namespace not ready, path errors). Then it fails with
+	// that status. Default 30 s.
 	RetryTimeout time.Duration
 
 	// BufferMemory is the memory for data per queue in bytes, registered with the RDMA
-	// device and rounded up to a power of two. It bounds the data in flight, and
-	// one buffer is at most half of it. Default 64 MiB, MinBufferMemory … MaxBufferMemory.
+	// device and rounded up to a power of two. It bounds the data in flight, and one
+	// buffer is at most half of it. Default 64 MiB, MinBufferMemory … MaxBufferMemory.
 	BufferMemory int
-	// MaxTransfer is the largest data transfer of one command in bytes; requests beyond it, or
-	// beyond the target's limit (MDTS), are split. Default 1 MiB.
+	// MaxTransfer is the largest data transfer of one command in bytes; requests beyond
+	// it, or beyond the target's limit (MDTS), are split. Default 1 MiB.
 	MaxTransfer int
 
-	// PinCPUs are the processors the workers are pinned to, worker i to PinCPUs[i mod len]. Empty: not pinned.
+	// PinCPUs are the processors the workers are pinned to, worker i to PinCPUs[i mod
+	// len]. Empty: not pinned.
 	PinCPUs []int
 	// MaxPoll is the longest time a worker looks for work before it sleeps; 0: the
 	// worker's default, negative: not at all. Busy: workers never sleep.
@@ -108,8 +116,9 @@ type Config struct {
 
 	// Logger takes life-cycle messages; nil: none.
 	Logger *slog.Logger
-	// OnEvent, if set, is called for each Event, one at a time and in order, on a goroutine
-	// of its own. It may take its time and call the session's methods except Close.
+	// OnEvent, if set, is called for each Event, one at a time and in order, on a
+	// goroutine of its own. It may take its time and call the session's methods except
+	// Close.
 	OnEvent func(Event)
 }
 
@@ -154,8 +163,8 @@ func defaultPort(a netip.AddrPort) netip.AddrPort {
 	return a
 }
 
-// Validate reports everything that is wrong with c, joined, each with the name of its field.
-// What is zero is not wrong where a default exists.
+// Validate reports everything that is wrong with c, joined, each with the name of its
+// field. What is zero is not wrong where a default exists.
 func (c Config) Validate() error {
 	var bad problems
 	bad.endpoint(c.Provider, c.Addr)

@@ -47,8 +47,8 @@ func (k *call) failure() error {
 	return &CommandError{Op: k.op, Status: k.status, Fabrics: k.sqe.IsFabrics()}
 }
 
-// connectQueue makes the Connect command on a queue (NVMe over Fabrics, "Connect").
-// The data goes by key also where the capsule would take it: every target has that.
+// connectQueue makes the Connect command on a queue (NVMe over Fabrics, "Connect"). The
+// data goes by key also where the capsule would take it: every target has that.
 func connectQueue(ctx context.Context, l *lane, data *protocol.ConnectData, kato time.Duration) (protocol.ConnectResult, error) {
 	out, err := data.AppendBinary(nil)
 	if err != nil {
@@ -181,7 +181,8 @@ func (c *controller) identify(ctx context.Context, cns protocol.CNS, nsid uint32
 	return k.got, nil
 }
 
-// identifyController reads and judges Identify Controller. The checks are those of Linux.
+// identifyController reads and judges Identify Controller. The checks are those of
+// Linux.
 func (c *controller) identifyController(ctx context.Context, discovery bool) error {
 	b, err := c.identify(ctx, protocol.CNSController, 0)
 	if err != nil {
@@ -276,8 +277,8 @@ func (c *controller) activeNamespaces(ctx context.Context, limit int) ([]uint32,
 	return all[:min(len(all), limit)], nil
 }
 
-// describe asks for everything about a namespace. ErrNoNamespace says it is not
-// there (or inactive).
+// describe asks for everything about a namespace. ErrNoNamespace says it is not there
+// (or inactive).
 func (c *controller) describe(ctx context.Context, nsid uint32) (*description, error) {
 	d := &description{nsid: nsid}
 	missing := func(err error) error { return fmt.Errorf("namespace %d: %w: %w", nsid, ErrNoNamespace, err) }
@@ -320,8 +321,8 @@ func (c *controller) describe(ctx context.Context, nsid uint32) (*description, e
 	return d, nil
 }
 
-// cacheEpoch is what changes when the target loses the content of its volatile
-// write cache: see the package comment, "Durability". A target that counts neither, or has no
+// cacheEpoch is what changes when the target loses the content of its volatile write
+// cache: see the package comment, "Durability". A target that counts neither, or has no
 // SMART log, says zero.
 type cacheEpoch struct {
 	powerCycles, unsafeShutdowns protocol.Uint128
@@ -344,7 +345,8 @@ func (c *controller) epoch(ctx context.Context) (cacheEpoch, error) {
 	return cacheEpoch{powerCycles: s.PowerCycles, unsafeShutdowns: s.UnsafeShutdowns}, nil
 }
 
-// nvmLimits reads the limits of commands without transfer; zeros if the controller has none to tell.
+// nvmLimits reads the limits of commands without transfer; zeros if the controller has
+// none to tell.
 func (c *controller) nvmLimits(ctx context.Context) (l protocol.IdentifyNVMController, err error) {
 	b, err := c.identify(ctx, protocol.CNSCommandSetController, 0)
 	if err != nil {
@@ -357,7 +359,8 @@ func (c *controller) nvmLimits(ctx context.Context) (l protocol.IdentifyNVMContr
 	return l, err
 }
 
-// shutdown is the orderly end: CC.SHN, then wait for the controller to say that it is done.
+// shutdown is the orderly end: CC.SHN, then wait for the controller to say that it is
+// done.
 func (c *controller) shutdown(ctx context.Context) error {
 	cc := protocol.CCDefault.WithEN(true).WithSHN(protocol.SHNNormal)
 	if err := c.setProperty(ctx, protocol.PropertyCC, uint64(cc)); err != nil {
@@ -385,9 +388,9 @@ type controllerConfig struct {
 	kato time.Duration
 }
 
-// connectController connects an admin queue and initialises the controller behind
-// it, up to and including Identify Controller. With an error it returns what there
-// is of the controller, for teardown, or nil.
+// connectController connects an admin queue and initialises the controller behind it,
+// up to and including Identify Controller. With an error it returns what there is of
+// the controller, for teardown, or nil.
 func connectController(ctx context.Context, cfg controllerConfig) (*controller, error) {
 	l, err := dialLane(ctx, cfg.lane)
 	if err != nil {
@@ -417,7 +420,8 @@ type adminSide struct {
 }
 
 func newAdminSide() (*adminSide, error) {
-	// It never polls: an admin queue is quiet, and a core is worth more than microseconds here.
+	// It never polls: an admin queue is quiet, and a core is worth more than
+	// microseconds here.
 	w, err := worker.New(worker.Config{Name: "admin", MaxPoll: -1})
 	if err != nil {
 		return nil, err

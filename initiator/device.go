@@ -11,9 +11,9 @@ import (
 )
 
 // Device is a namespace of the target as a block device. Its queues
-// (blockdev.QueueDevice) are the session's: one per I/O queue, each bound to that queue's
-// worker. The synchronous methods go through them too, with a copy, and wait like any
-// request for a target that is away: at most about Config.LossTimeout.
+// (blockdev.QueueDevice) are the session's: one per I/O queue, each bound to that
+// queue's worker. The synchronous methods go through them too, with a copy, and wait
+// like any request for a target that is away: at most about Config.LossTimeout.
 type Device struct {
 	s       *Session
 	ns      *namespace
@@ -27,8 +27,8 @@ var (
 	_ blockdev.Resizer     = (*Device)(nil)
 )
 
-// Open connects and gives the one device: Connect and Device(cfg.NSID) for those
-// who need no more. Closing the device closes the session.
+// Open connects and gives the one device: Connect and Device(cfg.NSID) for those who
+// need no more. Closing the device closes the session.
 func Open(ctx context.Context, cfg Config) (*Device, error) {
 	s, err := Connect(ctx, cfg)
 	if err != nil {
@@ -109,8 +109,8 @@ func (d *Device) OpenQueue(i int) (blockdev.Queue, error) {
 	return &handle{q: d.s.queues[i%len(d.s.queues)], ns: d.ns}, nil
 }
 
-// Refresh reads the namespace's description again, as a notice from the target makes
-// it by itself.
+// Refresh reads the namespace's description again, as a notice from the target makes it
+// by itself.
 func (d *Device) Refresh() (blockdev.Info, error) {
 	d.running.RLock()
 	defer d.running.RUnlock()
@@ -144,9 +144,10 @@ func (d *Device) Refresh() (blockdev.Info, error) {
 	return d.Info(), err
 }
 
-// Close ends the device: it waits for running calls, and later ones return
-// ErrClosed. Queues that were opened stay usable until the session is closed. A device from Open
-// closes its session, waiting for requests as long as the session would wait for the target.
+// Close ends the device: it waits for running calls, and later ones return ErrClosed.
+// Queues that were opened stay usable until the session is closed. A device from Open
+// closes its session, waiting for requests as long as the session would wait for the
+// target.
 func (d *Device) Close() error {
 	d.running.Lock()
 	was := d.closed
@@ -336,8 +337,8 @@ func (h *handle) Info() blockdev.Info { return h.ns.geometry().info }
 
 func (h *handle) Worker() *worker.Worker { return h.q.w }
 
-// MaxAlloc is half of the queue's memory, so that a large request does not have to
-// wait for all others to end.
+// MaxAlloc is half of the queue's memory, so that a large request does not have to wait
+// for all others to end.
 func (h *handle) MaxAlloc() int { return len(h.q.data.mem) / 2 }
 
 func (h *handle) Alloc(n int) []byte {

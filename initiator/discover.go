@@ -44,9 +44,9 @@ func (c DiscoverConfig) Validate() error {
 	return errors.Join(bad...)
 }
 
-// Discover asks the discovery subsystem at cfg.Addr what there is for this host
-// (NVMe over Fabrics, "Discovery Service"). The entries' texts are the target's: quote
-// them before printing.
+// Discover asks the discovery subsystem at cfg.Addr what there is for this host (NVMe
+// over Fabrics, "Discovery Service"). The entries' texts are the target's: quote them
+// before printing.
 func Discover(ctx context.Context, cfg DiscoverConfig) (_ []protocol.DiscoveryLogEntry, err error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("initiator: configuration: %w", err)
@@ -164,8 +164,8 @@ func (s *Session) discover(ctx context.Context) error {
 	return err
 }
 
-// choose takes the only NVM subsystem of a discovery log, at the address that was
-// asked if it is there too, else at the first one that can be used.
+// choose takes the only NVM subsystem of a discovery log, at the address that was asked
+// if it is there too, else at the first one that can be used.
 func choose(list []protocol.DiscoveryLogEntry, asked netip.AddrPort) (nqn string, addr netip.AddrPort, err error) {
 	names := map[string]netip.AddrPort{}
 	for i := range list {

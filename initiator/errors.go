@@ -16,7 +16,8 @@ var (
 	// ErrClosed is returned by a Session and its devices after Close has begun. It is
 	// blockdev.ErrClosed too.
 	ErrClosed = fmt.Errorf("initiator: session is closed: %w", blockdev.ErrClosed)
-	// ErrProtocol says that the target broke the protocol; the association with it was ended.
+	// ErrProtocol says that the target broke the protocol; the association with it was
+	// ended.
 	ErrProtocol = errors.New("target broke the protocol")
 	// ErrTimeout says that the target did not answer a command within the time the
 	// configuration gives it; the association was ended.
@@ -25,16 +26,17 @@ var (
 	// the one that was attached: another identity, another block size or a smaller
 	// size. Requests fail with it, so that nothing is written to a different disk.
 	ErrChanged = errors.New("the namespace is not the one that was attached")
-	// ErrCacheLost says that the target crashed with acknowledged writes in its volatile
-	// cache that had not been flushed. They are gone, so reads would see older data and a
-	// flush would promise what is not there: everything fails until the device is attached anew. It is
-	// blockdev.ErrFlushFailed too.
+	// ErrCacheLost says that the target crashed with acknowledged writes in its
+	// volatile cache that had not been flushed. They are gone, so reads would see older
+	// data and a flush would promise what is not there: everything fails until the
+	// device is attached anew. It is blockdev.ErrFlushFailed too.
 	ErrCacheLost = fmt.Errorf("the target lost acknowledged writes that had not been flushed: %w", blockdev.ErrFlushFailed)
 	// ErrNoNamespace says that the target has no such namespace.
 	ErrNoNamespace = errors.New("no such namespace")
 	// ErrNoSubsystem says that discovery did not find exactly one subsystem to take.
 	ErrNoSubsystem = errors.New("no single subsystem to connect to")
-	// ErrUnsupported says that the target, or what it asks for, cannot be used by this initiator.
+	// ErrUnsupported says that the target, or what it asks for, cannot be used by this
+	// initiator.
 	ErrUnsupported = errors.New("target is not supported")
 	// ErrGenerationChanged says that the discovery log kept changing while it was read.
 	ErrGenerationChanged = errors.New("discovery log keeps changing")
@@ -84,7 +86,8 @@ func (e *CommandError) Unwrap() []error {
 	return []error{e.Status}
 }
 
-// sentinel is the error of the device contract with the meaning of an I/O status, or nil.
+// sentinel is the error of the device contract with the meaning of an I/O status, or
+// nil.
 func sentinel(s protocol.Status) error {
 	switch s.Code() {
 	case protocol.StatusNamespaceWriteProtected, protocol.StatusWriteToReadOnlyRange:

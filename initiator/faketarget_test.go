@@ -19,10 +19,10 @@ import (
 	"rdblk/rdma/iwarp"
 )
 
-// fakeTarget is a small NVMe over RDMA target for scripts: it does what a decent
-// target does unless a hook does something else. Every connection is served by a
-// goroutine that handles one command after the other. It is written from the
-// specification notes alone and shares no code with package target.
+// fakeTarget is a small NVMe over RDMA target for scripts: it does what a decent target
+// does unless a hook does something else. Every connection is served by a goroutine
+// that handles one command after the other. It is written from the specification notes
+// alone and shares no code with package target.
 type fakeTarget struct {
 	t    testing.TB
 	prov rdma.Provider
@@ -150,7 +150,8 @@ func (f *fakeTarget) listen(at netip.AddrPort) {
 	})
 }
 
-// down is the death of the target's process: nothing listens, every connection is reset.
+// down is the death of the target's process: nothing listens, every connection is
+// reset.
 func (f *fakeTarget) down() {
 	f.mu.Lock()
 	ln := f.ln
@@ -187,8 +188,8 @@ func (f *fakeTarget) set(fn func()) {
 	fn()
 }
 
-// fence ends what is left of an older association of the same host, so that
-// nothing of it happens later.
+// fence ends what is left of an older association of the same host, so that nothing of
+// it happens later.
 func (f *fakeTarget) fence(me *fakeConn, host protocol.UUID) {
 	for {
 		others := 0
@@ -785,8 +786,8 @@ func (f *fakeTarget) event(e protocol.AsyncEvent) {
 
 // --- a provider on the initiator's side that can lie a little ---
 
-// crooked wraps a provider and passes every batch of completions of a lane
-// through a function, which may hold back, reorder or change them.
+// crooked wraps a provider and passes every batch of completions of a lane through a
+// function, which may hold back, reorder or change them.
 type crooked struct {
 	rdma.Provider
 	mu     sync.Mutex

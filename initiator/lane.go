@@ -16,12 +16,12 @@ import (
 	"rdblk/rdma"
 )
 
-// zeroSize is the memory that stands in for data when zeros have to be written
-// to a target without Write Zeroes.
+// zeroSize is the memory that stands in for data when zeros have to be written to a
+// target without Write Zeroes.
 const zeroSize = 64 << 10
 
-// Kinds of work requests in the low bits of a send queue work request ID, the
-// slot above them: of an error completion nothing but the ID can be trusted.
+// Kinds of work requests in the low bits of a send queue work request ID, the slot
+// above them: of an error completion nothing but the ID can be trusted.
 const (
 	kindSend = iota
 	kindBind
@@ -30,8 +30,8 @@ const (
 	kindMask = 1<<kindBits - 1
 )
 
-// A CID is the slot's number with a generation above it, so that an answer to a
-// command of the slot's past is recognised as wrong.
+// A CID is the slot's number with a generation above it, so that an answer to a command
+// of the slot's past is recognised as wrong.
 const (
 	slotBits = 10
 	slotMask = 1<<slotBits - 1
@@ -67,13 +67,14 @@ const (
 	sourceScratch        // the lane's scratch memory: the data of Connect
 )
 
-// completer takes back the commands it gave to a lane. It is called on the lane's worker.
+// completer takes back the commands it gave to a lane. It is called on the lane's
+// worker.
 type completer interface {
 	commandDone(l *lane, c *command)
 }
 
-// A command is one NVMe command on its way. Its maker fills in the first part;
-// from lane.admit until commandDone it belongs to the lane.
+// A command is one NVMe command on its way. Its maker fills in the first part; from
+// lane.admit until commandDone it belongs to the lane.
 type command struct {
 	sqe     protocol.Command // complete but for CID and data pointer
 	source  source
@@ -86,8 +87,8 @@ type command struct {
 	rangeN  uint32
 	owner   completer
 
-	// The outcome. If lost is set there was no answer and the target may have done
-	// it, wholly, partly or not at all.
+	// The outcome. If lost is set there was no answer and the target may have done it,
+	// wholly, partly or not at all.
 	lost   bool
 	status protocol.Status
 	result uint64
@@ -126,9 +127,9 @@ func (l *commandList) pop() *command {
 //
 //	free ─► started ─► posted ─► any order of: sent, answered, closed ─► free
 //
-// A command is finished when its answer is here and nothing names its memory any
-// more: its Send has completed, and its window, if it has one, is invalid (closed), by
-// the target's Send with Invalidate or by our own Local Invalidate.
+// A command is finished when its answer is here and nothing names its memory any more:
+// its Send has completed, and its window, if it has one, is invalid (closed), by the
+// target's Send with Invalidate or by our own Local Invalidate.
 type slot struct {
 	cmd      *command
 	cid      uint16
@@ -169,8 +170,8 @@ type laneConfig struct {
 
 // A lane is one NVMe queue of one association: a connection with its queue pair and
 // completion queue, receives for the responses and slots for the commands. The
-// goroutine that connects makes it; from attach on it belongs to its worker, and stop ends
-// it. It is never used again.
+// goroutine that connects makes it; from attach on it belongs to its worker, and stop
+// ends it. It is never used again.
 type lane struct {
 	cfg  laneConfig
 	w    *worker.Worker
@@ -209,9 +210,9 @@ type lane struct {
 	inCapsuleSent uint64 // commands that took their data along
 }
 
-// dialLane connects a queue: everything up to and including the RDMA connection,
-// not the Connect command. The private data is that of NVMe over Fabrics, "RDMA
-// transport". ctx bounds it.
+// dialLane connects a queue: everything up to and including the RDMA connection, not
+// the Connect command. The private data is that of NVMe over Fabrics, "RDMA transport".
+// ctx bounds it.
 func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 	l := &lane{cfg: cfg, w: cfg.w}
 	defer func() {
@@ -264,8 +265,9 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 		}
 		return nil, err
 	}
-	// SQSIZE stays what was asked for: targets compare it with HSQSIZE. But a target that says
-	// it posted fewer receives than that must not be overrun, which on iWARP ends the connection.
+	// SQSIZE stays what was asked for: targets compare it with HSQSIZE. But a target
+	// that says it posted fewer receives than that must not be overrun, which on iWARP
+	// ends the connection.
 	usable := depth - 1
 	var acc protocol.RDMAConnectAccept
 	if err := acc.UnmarshalBinary(est.PrivateData); err != nil {
@@ -369,9 +371,9 @@ func (l *lane) attach() error {
 	return err
 }
 
-// stop ends the lane on its worker: the connection is cut, and once the queue
-// pair is gone nothing the target does reaches our memory any more. Commands
-// without an answer go back to their owners as lost.
+// stop ends the lane on its worker: the connection is cut, and once the queue pair is
+// gone nothing the target does reaches our memory any more. Commands without an answer
+// go back to their owners as lost.
 func (l *lane) stop() {
 	l.dead = true
 	l.local = nil
@@ -449,8 +451,8 @@ func (l *lane) release() {
 	}
 }
 
-// die ends the lane after a failure and tells the association, which calls stop
-// later. Commands keep their slots until then.
+// die ends the lane after a failure and tells the association, which calls stop later.
+// Commands keep their slots until then.
 func (l *lane) die(err error) {
 	if l.dead {
 		return
@@ -539,8 +541,9 @@ func (l *lane) start(c *command) {
 	l.started = append(l.started, i)
 }
 
-// post hands everything that has gathered to the queue pair: receives first, so
-// that no response can meet an empty receive queue, then invalidations and binds, then the commands.
+// post hands everything that has gathered to the queue pair: receives first, so that no
+// response can meet an empty receive queue, then invalidations and binds, then the
+// commands.
 func (l *lane) post() {
 	if len(l.reposts) > 0 {
 		_, err := l.qp.PostRecv(l.reposts...)
@@ -615,9 +618,9 @@ func (l *lane) Poll() bool {
 }
 
 // Arm is worker.Source. A completion queue that asks for another Poll after it was
-// armed gets one. If that brings nothing the worker may sleep, but the Poll may
-// have changed what there is to wait for (a socket that is full now), so the first time
-// it is armed once more.
+// armed gets one. If that brings nothing the worker may sleep, but the Poll may have
+// changed what there is to wait for (a socket that is full now), so the first time it
+// is armed once more.
 func (l *lane) Arm() bool {
 	if l.dead {
 		return true
@@ -698,7 +701,8 @@ func (l *lane) failure(wc *rdma.WC) error {
 	return fmt.Errorf("%s failed: %s", what, wc.Status)
 }
 
-// response deals with a response capsule (NVMe over Fabrics, "RDMA transport", completions).
+// response deals with a response capsule (NVMe over Fabrics, "RDMA transport",
+// completions).
 func (l *lane) response(wc *rdma.WC) {
 	at := int(wc.ID) * protocol.CompletionSize
 	if wc.ByteLen != protocol.CompletionSize {
@@ -740,7 +744,8 @@ func (l *lane) finish(i uint16, s *slot) {
 	c.owner.commandDone(l, c)
 }
 
-// oldest is when the command that waits longest for its end was posted; 0 if there is none.
+// oldest is when the command that waits longest for its end was posted; 0 if there is
+// none.
 func (l *lane) oldest() (at int64, op string) {
 	for i := range l.slots {
 		if s := &l.slots[i]; s.cmd != nil && s.postedAt != 0 && (at == 0 || s.postedAt < at) && !l.unsupervised(s) {
@@ -754,16 +759,6 @@ func (l *lane) oldest() (at int64, op string) {
 // unsupervised commands may take as long as they like.
 func (l *lane) unsupervised(s *slot) bool {
 	return l.cfg.qid == 0 && s.sqe.AdminOpcode() == protocol.AdminAsyncEventRequest && !s.answered
-}
-
-// inFlight is how many commands have a slot.
-func (l *lane) inFlight() (n int) {
-	for i := range l.slots {
-		if l.slots[i].cmd != nil {
-			n++
-		}
-	}
-	return n
 }
 
 // supervise ends the association if a command is out for longer than limit.
@@ -838,8 +833,8 @@ func (k *call) commandDone(l *lane, _ *command) {
 	close(k.end)
 }
 
-// do makes the call and waits for its end. A failure status is not an error here.
-// If ctx ends first the association ends too, since the target still owns the command. Not
+// do makes the call and waits for its end. A failure status is not an error here. If
+// ctx ends first the association ends too, since the target still owns the command. Not
 // on the worker.
 func (l *lane) do(ctx context.Context, k *call) error {
 	k.owner, k.lane, k.end = k, l, make(chan struct{})

@@ -33,7 +33,8 @@ func (id identity) none() bool {
 }
 
 // same reports whether other is the same namespace. Identifiers of a kind that only one
-// of them has do not count; there must be one that both have, or none at all and equal serial numbers.
+// of them has do not count; there must be one that both have, or none at all and equal
+// serial numbers.
 func (id identity) same(other identity) error {
 	a, b := id.IDs, other.IDs
 	both := false
@@ -66,8 +67,8 @@ func (id identity) same(other identity) error {
 	return nil
 }
 
-// geometry is what the data path needs to know of a namespace and its controller.
-// It is never changed, only replaced.
+// geometry is what the data path needs to know of a namespace and its controller. It is
+// never changed, only replaced.
 type geometry struct {
 	info        blockdev.Info
 	shift       uint8
@@ -164,8 +165,9 @@ func geometryOf(lim *controllerLimits, d *description) (*geometry, error) {
 		WriteCache: c.VWC&protocol.VWCPresent != 0,
 		FUA:        true, // every NVMe write has it
 		Discard:    c.ONCS&protocol.ONCSDatasetManagement != 0,
-		// DiscardZeros stays false: DLFEAT tells what a deallocated block reads as, but a
-		// controller need not deallocate what Dataset Management names. Zero has DEAC for that.
+		// DiscardZeros stays false: DLFEAT tells what a deallocated block reads as, but
+		// a controller need not deallocate what Dataset Management names. Zero has DEAC
+		// for that.
 		WriteZeroes: g.writeZeroes,
 		UUID:        d.id.IDs.UUID,
 	}
@@ -189,8 +191,8 @@ func geometryOf(lim *controllerLimits, d *description) (*geometry, error) {
 	return g, nil
 }
 
-// limitOf converts a 2^n page limit to bytes, a multiple of the block of at least
-// one; without a limit it is none.
+// limitOf converts a 2^n page limit to bytes, a multiple of the block of at least one;
+// without a limit it is none.
 func limitOf(shift, mpsmin uint8, none, block int64) int64 {
 	n := int64(min(protocol.MaxTransferBytes(shift, mpsmin), 1<<62))
 	if n == 0 {
@@ -237,8 +239,8 @@ func (n *namespace) geometry() *geometry { return n.geo.Load() }
 func (n *namespace) name() string { return n.geometry().info.Name }
 
 // adopt takes over a new description of the namespace, after a reconnect or, live,
-// after an event. It refuses another namespace, another block size and a smaller
-// size: the error is ErrChanged, the old geometry stays, and requests fail with it. Only a
+// after an event. It refuses another namespace, another block size and a smaller size:
+// the error is ErrChanged, the old geometry stays, and requests fail with it. Only a
 // live namespace that shrank goes on, since it is the same one for certain: the target
 // refuses what is beyond its end. grown tells that it has become larger.
 func (n *namespace) adopt(d *description, g *geometry, live bool) (grown bool, err error) {
@@ -326,9 +328,9 @@ func (n *namespace) dirty() bool {
 	return false
 }
 
-// failed takes note of a failed request. After a failed Flush (or FUA write)
-// nobody knows what of the earlier writes is stable, and a second Flush may find
-// nothing left to write; so all later ones fail, over reconnects and restarts of the target too.
+// failed takes note of a failed request. After a failed Flush (or FUA write) nobody
+// knows what of the earlier writes is stable, and a second Flush may find nothing left
+// to write; so all later ones fail, over reconnects and restarts of the target too.
 func (n *namespace) failed(r *request) {
 	if !r.durable() || errors.Is(r.err, ErrClosed) || errors.Is(r.err, blockdev.ErrFlushFailed) {
 		return

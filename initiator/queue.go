@@ -13,21 +13,22 @@ import (
 	"rdblk/protocol"
 )
 
-// sideMemory is the memory of a queue for the synchronous Device methods, apart from that
-// for Alloc so that neither starves the other.
+// sideMemory is the memory of a queue for the synchronous Device methods, apart from
+// that for Alloc so that neither starves the other.
 const sideMemory = 4 << 20
 
-// lostTries is how often a connection may break under a request before the request
-// can be the reason: once the loss timeout is over too, the oldest such request is given up, one per
-// association. It ends the life of a request that kills its target, and spares those that
-// only suffer from it.
+// lostTries is how often a connection may break under a request before the request can
+// be the reason: once the loss timeout is over too, the oldest such request is given
+// up, one per association. It ends the life of a request that kills its target, and
+// spares those that only suffer from it.
 const lostTries = 5
 
-// An ioQueue is a worker with its buffer memory and the ledger of the requests that came to
-// it. It lives as long as the session; the lane it sends through changes with each
-// association. If the target grants fewer queues after a reconnect than there are
+// An ioQueue is a worker with its buffer memory and the ledger of the requests that
+// came to it. It lives as long as the session; the lane it sends through changes with
+// each association. If the target grants fewer queues after a reconnect than there are
 // workers, the lane may be another worker's: commands then cross threads by
-// worker.Submit and come back the same way. All methods but the atomics are the worker's.
+// worker.Submit and come back the same way. All methods but the atomics are the
+// worker's.
 type ioQueue struct {
 	s    *Session
 	i    int
@@ -165,9 +166,9 @@ func (q *ioQueue) pump() {
 	}
 }
 
-// pumpOne sends the next command of the first request that has one and puts the
-// request behind the others. A request that ends here may bring new ones by its
-// Done; those wait for the pump that is at work already.
+// pumpOne sends the next command of the first request that has one and puts the request
+// behind the others. A request that ends here may bring new ones by its Done; those
+// wait for the pump that is at work already.
 func (q *ioQueue) pumpOne() bool {
 	r := q.toSend.head
 	if r == nil || q.pumping || !q.room() {
@@ -458,9 +459,9 @@ func (q *ioQueue) finish(r *request) {
 	br.Done(br)
 }
 
-// attach gives the queue a lane. What has no answer is sent again in the order in
-// which it was accepted; what still has commands on their way back from an old lane
-// follows when they are here.
+// attach gives the queue a lane. What has no answer is sent again in the order in which
+// it was accepted; what still has commands on their way back from an old lane follows
+// when they are here.
 func (q *ioQueue) attach(l *lane, quota int) {
 	q.lane, q.quota = l, quota
 	if l.w == q.w {

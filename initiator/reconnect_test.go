@@ -29,8 +29,8 @@ func newRand(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// player keeps one request after the other going on one queue, in a part of the
-// disk of its own, and checks what it reads against what it wrote.
+// player keeps one request after the other going on one queue, in a part of the disk of
+// its own, and checks what it reads against what it wrote.
 type player struct {
 	t       testing.TB
 	q       blockdev.Queue
@@ -159,8 +159,8 @@ func finishPlay(t testing.TB, all []*player) {
 	}
 }
 
-// The ledger: whatever breaks whenever, every request is answered exactly once,
-// none fails, and reads see what was written.
+// The ledger: whatever breaks whenever, every request is answered exactly once, none
+// fails, and reads see what was written.
 func TestLedgerUnderRandomDisconnects(t *testing.T) {
 	rnd := newRand(t)
 	f := newFakeTarget(t)
@@ -377,7 +377,8 @@ func TestWaitForEver(t *testing.T) {
 	}
 }
 
-// What a target refuses for good it may take later: someone puts the list of hosts right.
+// What a target refuses for good it may take later: someone puts the list of hosts
+// right.
 func TestRefusedForGoodWhileReconnecting(t *testing.T) {
 	f := newFakeTarget(t)
 	s := connect(t, testConfig(f, newProvider(t)))
@@ -540,7 +541,8 @@ func TestFewerQueuesAfterReconnect(t *testing.T) {
 	if n := s.Stats().Forwarded; n == 0 {
 		t.Error("nothing was forwarded")
 	}
-	// A dead connection of another worker is not tried over and over: each loss costs a request one repetition.
+	// A dead connection of another worker is not tried over and over: each loss costs a
+	// request one repetition.
 	if n, most := s.Stats().Resent, uint64(len(all))*s.Status().Reconnects; n > most {
 		t.Errorf("%d repetitions in %d reconnects with %d requests", n, s.Status().Reconnects, len(all))
 	}

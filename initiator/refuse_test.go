@@ -155,7 +155,8 @@ func TestConnectWaitsForBusyTarget(t *testing.T) {
 	}
 }
 
-// What RDMA device and network have against a connection is told too, and nothing stays open.
+// What RDMA device and network have against a connection is told too, and nothing stays
+// open.
 func TestConnectLocalFailures(t *testing.T) {
 	broken := errors.New("deliberate failure")
 	for _, op := range []string{"dial", "allocate protection domain", "register memory", "allocate memory window", "create completion queue", "create queue pair", "connect"} {

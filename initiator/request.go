@@ -8,17 +8,17 @@ import (
 	"rdblk/protocol"
 )
 
-// A request is the ledger entry of one blockdev.Request: it is made when the
-// request is accepted and ends when that is answered.
+// A request is the ledger entry of one blockdev.Request: it is made when the request is
+// accepted and ends when that is answered.
 //
 //	accepted ─► waiting ─► sent ─┬─► answered
 //	               ▲  ▲          │
 //	               │  └──────────┤ connection lost, or refused form of the command
 //	               └── delayed ◄─┘ target asks to try later
 //
-// It is cut into as many commands as the target's limits ask for, which are made one
-// by one as the queue has room, in turns with those of other requests. If any of them has to be
-// sent again the whole request is, once none of its commands is with the target:
+// It is cut into as many commands as the target's limits ask for, which are made one by
+// one as the queue has room, in turns with those of other requests. If any of them has
+// to be sent again the whole request is, once none of its commands is with the target:
 // nothing of it has been acknowledged, so doing parts twice is invisible.
 type request struct {
 	r      *blockdev.Request
@@ -54,8 +54,8 @@ type request struct {
 	rnext, rprev *request // the ready list
 }
 
-// maxParts bounds the commands that a request has with the target at a time, so
-// that a huge one does not take all slots.
+// maxParts bounds the commands that a request has with the target at a time, so that a
+// huge one does not take all slots.
 func (r *request) maxParts() int {
 	if r.op == blockdev.OpZero || r.op == blockdev.OpDiscard {
 		return 4
@@ -166,9 +166,9 @@ const (
 )
 
 // judge decides what the answer to a command of op means (NVMe Base, "Status Code
-// Definitions"). What a target calls temporary is tried again. An error that might
-// have hit the data is not for a Flush: a second one would find nothing left to
-// write and succeed.
+// Definitions"). What a target calls temporary is tried again. An error that might have
+// hit the data is not for a Flush: a second one would find nothing left to write and
+// succeed.
 func judge(op blockdev.Op, s protocol.Status) verdict {
 	code := s.Code()
 	switch code {
@@ -209,8 +209,8 @@ func harmless(s protocol.Status) bool {
 	return false
 }
 
-// retryDelay is how long to wait before a request is repeated, the try-th time:
-// what the target's command retry delay (CRD) asks for, else from 50 ms doubling to 1 s.
+// retryDelay is how long to wait before a request is repeated, the try-th time: what
+// the target's command retry delay (CRD) asks for, else from 50 ms doubling to 1 s.
 func retryDelay(try int, asked time.Duration) time.Duration {
 	if asked > 0 {
 		return min(asked, 10*time.Second)

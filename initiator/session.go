@@ -102,9 +102,9 @@ type foundNamespace struct {
 	err error
 }
 
-// Connect attaches the subsystem that cfg names. It makes one attempt, repeated
-// within ConnectTimeout only while the target says that it is busy; the error tells what was refused by whom and
-// what helps. The session must be closed.
+// Connect attaches the subsystem that cfg names. It makes one attempt, repeated within
+// ConnectTimeout only while the target says that it is busy; the error tells what was
+// refused by whom and what helps. The session must be closed.
 func Connect(ctx context.Context, cfg Config) (*Session, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("initiator: configuration: %w", err)
@@ -159,8 +159,11 @@ func (s *Session) first(ctx context.Context) (*association, error) {
 	for try := 1; ; try++ {
 		as, err := s.establish(s.ctx)
 		switch {
-		case err == nil:
+		case err == nil && stop():
 			return as, nil
+		case err == nil: // cancelled at the last moment
+			as.teardown()
+			return nil, context.Cause(ctx)
 		case ctx.Err() != nil:
 			return nil, context.Cause(ctx)
 		}
@@ -208,8 +211,8 @@ func (s *Session) makeQueues(n int) error {
 	return nil
 }
 
-// dropQueues ends the workers and frees their memory. Memory that a user did not
-// give back stays mapped: a leak is better than a fault in whoever still uses it.
+// dropQueues ends the workers and frees their memory. Memory that a user did not give
+// back stays mapped: a leak is better than a fault in whoever still uses it.
 func (s *Session) dropQueues() {
 	for _, q := range s.queues {
 		q.w.Close()
@@ -248,8 +251,8 @@ func (s *Session) goLive(as *association) {
 	s.events.post(Event{Kind: EventConnected})
 }
 
-// giveUp reports whether r is the request to give up: the oldest of all, and the
-// first since the last association was made.
+// giveUp reports whether r is the request to give up: the oldest of all, and the first
+// since the last association was made.
 func (s *Session) giveUp(r *request) bool {
 	for _, q := range s.queues {
 		if at := q.oldest.Load(); at != 0 && at < r.accepted {
@@ -330,8 +333,8 @@ func (s *Session) reconnect(attempt *int) *association {
 	}
 }
 
-// attempt makes one attempt. The loss timeout does not wait for its end, requests
-// fail although it still runs, and neither does Close.
+// attempt makes one attempt. The loss timeout does not wait for its end, requests fail
+// although it still runs, and neither does Close.
 func (s *Session) attempt(b backoff, start time.Time) (*association, error) {
 	type result struct {
 		as  *association
@@ -366,8 +369,8 @@ func (s *Session) attempt(b backoff, start time.Time) (*association, error) {
 	}
 }
 
-// report notes a failed attempt: in the status always, in the log when it is the
-// first, another one, or now and then.
+// report notes a failed attempt: in the status always, in the log when it is the first,
+// another one, or now and then.
 func (s *Session) report(attempt int, err error) {
 	s.mu.Lock()
 	changed := s.lastErr == nil || s.lastErr.Error() != err.Error()
@@ -418,9 +421,9 @@ func (s *Session) disconnected(err error) {
 // maxNamespaces bounds what is kept about a target's namespaces.
 const maxNamespaces = 1024
 
-// scan reads the namespaces. Those that devices were made for are checked: one that is missing
-// is an error unless live (a target that restarts may not have it yet), one that is another is
-// marked so that its requests fail.
+// scan reads the namespaces. Those that devices were made for are checked: one that is
+// missing is an error unless live (a target that restarts may not have it yet), one
+// that is another is marked so that its requests fail.
 func (s *Session) scan(ctx context.Context, c *controller, live bool) error {
 	lim := &controllerLimits{ctrl: c.ident, mpsmin: c.cap.MPSMIN(), maxTransfer: s.cfg.MaxTransfer, subnqn: s.subnqn}
 	var err error
@@ -494,8 +497,8 @@ func (s *Session) recheck(n *namespace, f *foundNamespace, live bool) error {
 }
 
 // checkCaches makes a device fail if the target lost writes to it that it had
-// acknowledged and nobody had flushed; see the package comment, "Durability".
-// Requests do not flow at that time.
+// acknowledged and nobody had flushed; see the package comment, "Durability". Requests
+// do not flow at that time.
 func (s *Session) checkCaches(now cacheEpoch) {
 	s.mu.Lock()
 	before := s.epoch
@@ -543,12 +546,12 @@ func (s *Session) maxTransfer() int64 {
 	return 0
 }
 
-// Close ends the session: new requests fail with ErrClosed, the accepted ones are waited
-// for (through a reconnect if need be) until ctx ends, and then fail; the
-// controller is shut down in order, which makes it flush; the workers end and
-// all memory is freed. Users of queues (blockdev.Queue) must have closed them and returned their
-// buffers. The error tells what could not be done in order. Closing again waits and returns the same.
-// Not to be called on a worker.
+// Close ends the session: new requests fail with ErrClosed, the accepted ones are
+// waited for (through a reconnect if need be) until ctx ends, and then fail; the
+// controller is shut down in order, which makes it flush; the workers end and all
+// memory is freed. Users of queues (blockdev.Queue) must have closed them and returned
+// their buffers. The error tells what could not be done in order. Closing again waits
+// and returns the same. Not to be called on a worker.
 func (s *Session) Close(ctx context.Context) error {
 	s.closed.Do(func() {
 		s.mu.Lock()

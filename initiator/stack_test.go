@@ -162,7 +162,8 @@ func TestReadOnlyContract(t *testing.T) {
 	})
 }
 
-// Whatever is acknowledged as durable survives a power cut of the disk, with the whole path above it.
+// Whatever is acknowledged as durable survives a power cut of the disk, with the whole
+// path above it.
 func TestCrashesUnderTheWholePath(t *testing.T) {
 	seed := blockdevtest.Seed(t)
 	rounds := 12
@@ -280,8 +281,8 @@ func TestStoreFailures(t *testing.T) {
 	}
 }
 
-// A 4 KiB read and a 4 KiB write cost no allocation on the whole path: protocol,
-// iWARP, target and initiator.
+// A 4 KiB read and a 4 KiB write cost no allocation on the whole path: protocol, iWARP,
+// target and initiator.
 func TestNoAllocations(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -415,8 +416,8 @@ func mappings(t testing.TB) int {
 	return strings.Count(string(b), "\n")
 }
 
-// A thousand times attached and detached: goroutines, descriptors, mappings and
-// what is registered return to where they were.
+// A thousand times attached and detached: goroutines, descriptors, mappings and what is
+// registered return to where they were.
 func TestNothingLeaks(t *testing.T) {
 	rounds := 1000
 	if testing.Short() || raceEnabled {
@@ -463,7 +464,8 @@ func TestNothingLeaks(t *testing.T) {
 	}
 }
 
-// A reconnecting host is let in although the target has not noticed its loss yet, and gets its old requests done.
+// A reconnecting host is let in although the target has not noticed its loss yet, and
+// gets its old requests done.
 func TestTwoAttachmentsOfOneMachine(t *testing.T) {
 	s := serve(t, target.Config{}, mem(t, 1<<20, blockdev.Options{}))
 	a, b := attach(t, s.config()), attach(t, s.config())
@@ -519,8 +521,8 @@ func Example() {
 	// Output: nqn.2026-11.io.rdblk:test namespace 1: 1048576 bytes, "hello, RDMA!"
 }
 
-// BenchmarkRemote is 4 KiB requests through protocol, iWARP and target to memory
-// and back, on one queue, without anything above the queue.
+// BenchmarkRemote is 4 KiB requests through protocol, iWARP and target to memory and
+// back, on one queue, without anything above the queue.
 func BenchmarkRemote(b *testing.B) {
 	for _, op := range []blockdev.Op{blockdev.OpRead, blockdev.OpWrite} {
 		for _, depth := range []int{1, 32} {

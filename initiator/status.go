@@ -12,8 +12,8 @@ import (
 	"rdblk/protocol"
 )
 
-// Status is a snapshot of a session, for people and as JSON. Ages and times are of
-// the moment it was taken.
+// Status is a snapshot of a session, for people and as JSON. Ages and times are of the
+// moment it was taken.
 type Status struct {
 	State  State     `json:"state"`
 	Since  time.Time `json:"since"` // of the state
@@ -29,7 +29,8 @@ type Status struct {
 	Requests int `json:"requests"` // accepted and not answered
 	Sent     int `json:"sent"`     // of these: commands are with the target
 	Waiting  int `json:"waiting"`  // of these: nothing is
-	// OldestRequest is how long the oldest request has been waiting for its answer, 0 without one.
+	// OldestRequest is how long the oldest request has been waiting for its answer, 0
+	// without one.
 	OldestRequest time.Duration `json:"oldest_request_ns"`
 
 	Reconnects     uint64    `json:"reconnects"`      // associations after the first

@@ -28,8 +28,8 @@ func once(op protocol.Opcode, fn func(*fakeCommand)) func(*fakeCommand) bool {
 	}
 }
 
-// A target that breaks the protocol loses the association, the request that was under way is sent again,
-// and the application sees nothing but time.
+// A target that breaks the protocol loses the association, the request that was under
+// way is sent again, and the application sees nothing but time.
 func TestProtocolViolations(t *testing.T) {
 	respond := func(k *fakeCommand, cqe protocol.Completion) { _ = k.execute(k.raw(cqe)) }
 	for _, c := range []struct {
@@ -143,8 +143,8 @@ func TestProtocolViolations(t *testing.T) {
 	}
 }
 
-// A request is over only when its Send has completed and its window is closed,
-// whatever the order in which things are reported.
+// A request is over only when its Send has completed and its window is closed, whatever
+// the order in which things are reported.
 func TestCompletionNeedsEverything(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -227,7 +227,8 @@ func TestCompletionNeedsEverything(t *testing.T) {
 	}
 }
 
-// A failed work completion ends the association, and what was flushed with it is sent again.
+// A failed work completion ends the association, and what was flushed with it is sent
+// again.
 func TestFailedCompletions(t *testing.T) {
 	for _, status := range []rdma.Status{rdma.StatusFlush, rdma.StatusLocalProtection, rdma.StatusRemoteAccess, rdma.StatusMWBind, rdma.StatusGeneral} {
 		for _, recv := range []bool{false, true} {

@@ -63,6 +63,8 @@ type Device interface {
 	Info() DeviceInfo
 	AllocPD() (PD, error)
 	// CreateCQ makes a completion queue with at least depth entries. Its owner polls it.
+	// It needs an entry for each work request that its QPs can hold (MaxSend and
+	// MaxRecv, also of unsignalled ones: they complete when they are flushed).
 	CreateCQ(depth int) (CQ, error)
 	Close() error
 }
@@ -197,11 +199,14 @@ type QP interface {
 	// breaks a limit (SGE count, inline size, local key or bounds, unknown opcode) is
 	// refused with ErrInvalid and nothing after it is posted; ErrQueueFull when the
 	// send queue is full. After an error of the connection posts are accepted and
-	// come back flushed.
+	// come back flushed. A slot is free again when the completion of its request, or
+	// of a later signalled one, has been polled. On a hot path pass a slice that exists
+	// already (wrs[i:j]...): arguments written out one by one are allocated for the call.
 	PostSend(wrs ...SendWR) (int, error)
 	// PostRecv posts receive buffers; same rules.
 	PostRecv(wrs ...RecvWR) (int, error)
-	// Close destroys the QP: the connection is cut, outstanding work requests are
+	// Close destroys the QP: the connection is cut (unless it was disconnected before,
+	// nothing that is still queued in this host leaves it afterwards), outstanding work requests are
 	// dropped WITHOUT completions, and from its return on the provider touches none
 	// of their buffers. Completions already in the CQ for this QP are discarded. To see every flush
 	// completion, Disconnect the Conn and poll until all have arrived, then Close.
@@ -311,7 +316,9 @@ type Conn interface {
 	RemoteAddr() netip.AddrPort
 	// Request is the connect request on the accepting side, nil on the other.
 	Request() *ConnectRequest
-	// CreateQP makes the Conn's QP; once. Post receives before Accept or Connect.
+	// CreateQP makes the Conn's QP; once. Post receives before Accept or Connect. If
+	// those fail the owner of the CQ has never seen the QP: nothing it holds completes,
+	// and the goroutine that made it closes it.
 	CreateQP(pd PD, cfg QPConfig) (QP, error)
 	// Connect sends the request and blocks until the connection is established, was
 	// rejected (*RejectError), failed, or ctx ended. It returns the peer's reply:

@@ -352,7 +352,7 @@ func (c *conn) refuse(nc *net.TCPConn, code termCode, crc bool) {
 func (c *conn) establish(a agreed) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closed {
+	if c.closed || c.qp.closed {
 		return rdma.ErrClosed
 	}
 	fd, err := dupConn(c.nc)

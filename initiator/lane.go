@@ -230,8 +230,9 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 		return nil, fmt.Errorf("queue %d: %w: RDMA device %s has room for %d work requests per queue", cfg.qid, ErrUnsupported, l.info.Name, l.info.MaxQPWR)
 	}
 	l.windows = l.info.MemWindows && !cfg.noWindows
-	if l.info.MaxSGE == 0 || l.info.MaxSGE >= 2 {
-		l.inCapsule = cfg.inCapsule
+	sges := 1
+	if cfg.inCapsule > 0 && (l.info.MaxSGE == 0 || l.info.MaxSGE >= 2) {
+		l.inCapsule, sges = cfg.inCapsule, 2
 	}
 	if l.pd, err = dev.AllocPD(); err != nil {
 		return nil, err
@@ -243,7 +244,7 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 	if l.cq, err = dev.CreateCQ(maxSend + depth); err != nil {
 		return nil, err
 	}
-	if l.qp, err = l.conn.CreateQP(l.pd, rdma.QPConfig{SendCQ: l.cq, RecvCQ: l.cq, MaxSend: maxSend, MaxRecv: depth, MaxSendSGE: 2}); err != nil {
+	if l.qp, err = l.conn.CreateQP(l.pd, rdma.QPConfig{SendCQ: l.cq, RecvCQ: l.cq, MaxSend: maxSend, MaxRecv: depth, MaxSendSGE: sges}); err != nil {
 		return nil, err
 	}
 	if _, err = l.qp.PostRecv(l.recvs...); err != nil {
@@ -570,7 +571,7 @@ func (l *lane) post() {
 		s := &l.slots[i]
 		if s.window {
 			s.rkey = s.mw.RKey()
-			s.sqe.SetKeyedSGL(s.dataAddr, s.bind[0].Len, s.rkey, true)
+			s.sqe.SetKeyedSGL(s.dataAddr, s.bind[0].Len, s.rkey, l.info.SendInv)
 		}
 		s.postedAt = now
 		l.sends = append(l.sends, rdma.SendWR{ID: uint64(i)<<kindBits | kindSend, Op: rdma.OpSend, Flags: rdma.FlagSignaled, SGL: s.send[:s.nsge]})

@@ -40,6 +40,15 @@ func TestAttachReadWrite(t *testing.T) {
 		{"no windows", func(_ *fakeTarget, c *Config, _ *crooked) { c.NoWindows = true }},
 		{"device without windows", func(_ *fakeTarget, _ *Config, p *crooked) { p.info = func(i *rdma.DeviceInfo) { i.MemWindows = false } }},
 		{"device with one SGE", func(_ *fakeTarget, _ *Config, p *crooked) { p.info = func(i *rdma.DeviceInfo) { i.MaxSGE = 1 } }},
+		{"device without Send with Invalidate", func(f *fakeTarget, _ *Config, p *crooked) {
+			p.info = func(i *rdma.DeviceInfo) { i.SendInv = false }
+			f.hook = func(k *fakeCommand) bool {
+				if k.data.Invalidate {
+					f.t.Error("asked for what the device cannot take")
+				}
+				return false
+			}
+		}},
 		{"plain Sends", func(f *fakeTarget, _ *Config, _ *crooked) { f.plainSend = true }},
 		{"4 KiB blocks", func(f *fakeTarget, _ *Config, _ *crooked) { f.spaces[1] = newFakeSpace(1<<20, 12) }},
 		{"depth 2", func(_ *fakeTarget, c *Config, _ *crooked) { c.Depth = 2 }},

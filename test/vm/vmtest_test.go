@@ -61,7 +61,7 @@ func TestHarness(t *testing.T) {
 	})
 	t.Run("time limit", func(t *testing.T) {
 		start := time.Now()
-		r, err := run(t, Config{Program: script(t, "echo stuck; sleep 999"), Timeout: time.Minute})
+		r, err := run(t, Config{Program: script(t, "echo stuck; sleep 999"), Timeout: 45 * time.Second})
 		if err == nil || !strings.Contains(err.Error(), "not done after") || !strings.Contains(r.Output, "sleep 999") {
 			t.Fatalf("%v\n%s", err, r.Output)
 		}
@@ -111,4 +111,45 @@ func TestSmoke(t *testing.T) {
 			Run(t, Config{Program: filepath.Join(Dir(), "guest", "smoke.sh"), Args: []string{dev}})
 		})
 	}
+}
+
+// Our software provider and siw, with rdma-core's rping on the other side.
+func TestRping(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	interop(t, "rping.sh", "rdblk/test/vm/rping")
+}
+
+// The kernel's host attaches to rdtarget.
+func TestKernelHost(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	interop(t, "rdtarget.sh", "rdblk/cmd/rdtarget")
+}
+
+// rdtarget is killed and started again under the kernel host's load.
+func TestKernelHostRestart(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	interop(t, "restart.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+}
+
+// rdinit attaches to the kernel's target.
+func TestKernelTarget(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	interop(t, "rdinit.sh", "rdblk/cmd/rdinit")
+}
+
+func interop(t *testing.T, name string, programs ...string) {
+	c := Config{Program: filepath.Join(Dir(), "guest", name), Timeout: 10 * time.Minute}
+	for _, p := range programs {
+		b := Build(t, p)
+		c.Args, c.Show = append(c.Args, b), append(c.Show, filepath.Dir(b))
+	}
+	Run(t, c)
 }

@@ -108,7 +108,7 @@ func records(ms []message) ([]record, error) {
 			}
 			copy(c.data[m.to-c.addr:], m.payload)
 			c.moved, c.dir = "RDMA Write", 1
-		case m.dir == 1 && (m.op == opSend || m.op == opSendInv) && len(m.payload) == completionLen:
+		case m.dir == 1 && m.op >= opSend && m.op <= opSendSEInv && len(m.payload) == completionLen:
 			cid := binary.LittleEndian.Uint16(m.payload[12:])
 			c := open[cid]
 			if c == nil {

@@ -395,6 +395,74 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
+// benchmarkLarge moves 128 KiB by Write (and a Send) or by Read, depth at a time,
+// both ends on one thread.
+func benchmarkLarge(b *testing.B, cfg Config, op rdma.Opcode, depth int) {
+	const size = 128 << 10
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	prov, err := New(cfg)
+	if err != nil {
+		b.Fatal(err)
+	}
+	s := rdmatest.NewSuite(b, prov, loopback)
+	p := s.Connect(nil, nil, rdmatest.PairConfig{QP: rdma.QPConfig{MaxSend: 4 * depth, MaxRecv: 4 * depth}, CQDepth: 16 * depth, MemSize: (depth + 1) * size}, nil, nil)
+	var wrs []rdma.SendWR
+	var recv []rdma.RecvWR
+	for i := range depth {
+		wrs = append(wrs, rdma.SendWR{Op: op, SGL: []rdma.SGE{p.A.SGE(i*size, size)}, RemoteAddr: p.B.At(i * size), RKey: p.B.MR.RKey(), Flags: rdma.FlagSignaled})
+		recv = append(recv, rdma.RecvWR{SGL: []rdma.SGE{p.B.SGE(depth*size, 16)}})
+	}
+	wrs = append(wrs, rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagFence, SGL: []rdma.SGE{p.A.SGE(0, 16)}})
+	b.SetBytes(size)
+	b.ReportAllocs()
+	b.ResetTimer()
+	start := threadCPU()
+	var wc [64]rdma.WC
+	for done := 0; done < b.N; done += depth {
+		p.B.QP.PostRecv(recv[:1]...)
+		p.A.QP.PostSend(wrs...)
+		for left := depth + 1; left > 0; {
+			n, _, _ := p.A.CQ.Poll(wc[:])
+			left -= n
+			n, _, _ = p.B.CQ.Poll(wc[:])
+			left -= n
+		}
+	}
+	b.ReportMetric(float64(threadCPU()-start)/float64(b.N), "cpu-ns/op")
+	p.A.CQ.Arm()
+	p.B.CQ.Arm()
+	st := prov.Stats()
+	b.ReportMetric(float64(st.DirectBytes)/float64(st.RxBytes), "direct")
+	b.ReportMetric(float64(st.RecvCalls+st.SendCalls)/float64(b.N), "calls/op")
+}
+
+func BenchmarkWrite128K(b *testing.B)    { benchmarkLarge(b, Config{}, rdma.OpWrite, 4) }
+func BenchmarkRead128K(b *testing.B)     { benchmarkLarge(b, Config{}, rdma.OpRead, 4) }
+func BenchmarkWrite128KCRC(b *testing.B) { benchmarkLarge(b, Config{CRC: CRCOn}, rdma.OpWrite, 4) }
+func BenchmarkTCP128K(b *testing.B) {
+	const size = 128 << 10
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	h, t := rawPair(b)
+	in, out := make([]byte, size), make([]byte, size)
+	b.SetBytes(size)
+	start := threadCPU()
+	for b.Loop() {
+		for sent, got := 0, 0; got < size; {
+			if sent < size {
+				if k, e := sysSendBytes(h, out[sent:]); e == 0 {
+					sent += k
+				}
+			}
+			if k, e := sysRecv(t, in); e == 0 {
+				got += k
+			}
+		}
+	}
+	b.ReportMetric(float64(threadCPU()-start)/float64(b.N), "cpu-ns/op")
+}
+
 // BenchmarkEmptyPoll is what looking for work costs.
 func BenchmarkEmptyPoll(b *testing.B) {
 	bp := newBenchPair(b, Config{}, 1)

@@ -166,7 +166,7 @@ func TestTwoServersOfOneFile(t *testing.T) {
 		f, err := os.Open(file)
 		must(t, "open", err)
 		defer f.Close()
-		must(t, "lock", unix.Flock(int(f.Fd()), unix.LOCK_SH))
+		must(t, "lock", unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB))
 		if _, err := blockdev.Open(file, blockdev.Options{}); !errors.Is(err, blockdev.ErrInUse) {
 			t.Errorf("open beside a flock: %v", err)
 		}

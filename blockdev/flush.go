@@ -21,6 +21,7 @@ type flusher struct {
 	running bool
 	begun   uint64 // syncs begun
 	done    uint64 // syncs ended
+	waiting int    // callers that wait for a sync to end
 	failed  atomic.Pointer[error]
 }
 
@@ -38,7 +39,9 @@ func (f *flusher) Flush() error {
 	mine := f.begun + 1
 	for f.done < mine {
 		if f.running {
+			f.waiting++
 			f.ended.Wait()
+			f.waiting--
 			continue
 		}
 		if err := f.Failed(); err != nil {

@@ -29,9 +29,9 @@ func lockStore(fd int, path string, block, shared bool) error {
 	}
 	refused := func() error {
 		if shared {
-			return fmt.Errorf("open %s: %w%s: it is being written (end that, or serve another)", path, ErrInUse, heldBy(path))
+			return fmt.Errorf("open %s: %w%s, which writes to it: end that, or serve another", path, ErrInUse, heldBy(path))
 		}
-		return fmt.Errorf("open %s: %w%s (end that, serve another, or have all open it read-only)", path, ErrInUse, heldBy(path))
+		return fmt.Errorf("open %s: %w%s: end that, serve another, or have all open it read-only", path, ErrInUse, heldBy(path))
 	}
 	lk := unix.Flock_t{Type: typ}
 	var err error
@@ -72,7 +72,7 @@ func noLock(path string, err error) error {
 }
 
 // heldBy names the process that holds a lock on the path, as far as the kernel
-// tells, for a message: " by process 4711 (rdtarget)" or "".
+// tells, for a message: ` (process 4711, "rdtarget")` or "".
 func heldBy(path string) string {
 	var st unix.Stat_t
 	if unix.Stat(path, &st) != nil {
@@ -92,7 +92,7 @@ func heldBy(path string) string {
 		}
 		if pid, err := strconv.Atoi(f[4]); err == nil && pid > 0 {
 			comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
-			return fmt.Sprintf(" by process %d (%q)", pid, bytes.TrimSpace(comm))
+			return fmt.Sprintf(" (process %d, %q)", pid, bytes.TrimSpace(comm))
 		}
 	}
 	return ""

@@ -224,7 +224,7 @@ func openStore(path string, block bool, o *Options) (int, error) {
 	switch {
 	case err == nil:
 	case err == unix.EBUSY && block:
-		return -1, fmt.Errorf("open %s: %w: it or a partition of it is mounted or held by a driver or another server%s (lsblk %s and findmnt show by what; unmount it, or serve it read-only)",
+		return -1, fmt.Errorf("open %s: %w%s: it or a partition of it is mounted or held by a driver or another server (lsblk %s and findmnt show by what; unmount it, or serve it read-only)",
 			path, ErrInUse, heldBy(path), path)
 	case err == unix.EINVAL && o.Direct:
 		return -1, fmt.Errorf("open %s: %w: its file system has no direct I/O (open it without)", path, err)

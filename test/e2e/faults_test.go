@@ -152,11 +152,18 @@ func TestTargetRestartUnderLoad(t *testing.T) {
 	w := newWorld(t, 256*MiB)
 	p := w.serve()
 	a := w.attach("disk")
+	rate := "10m" // so that there is work until the last restart
+	if raceDetector {
+		rate = "2m"
+	}
 	fio := inBackground(t, "fio", "--name=load", "--ioengine=nbd", "--uri="+a.uri(), "--rw=randwrite", "--bssplit=512/20:4k/50:64k/20:1m/10", "--blockalign=512",
-		"--iodepth=64", "--numjobs=4", "--size=32M", "--offset_increment=64M", "--rate=8m", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1")
+		"--iodepth=64", "--numjobs=4", "--size=60M", "--offset_increment=64M", "--rate="+rate, "--verify=crc32c", "--verify_fatal=1", "--do_verify=1")
 	for i, sig := range []syscall.Signal{syscall.SIGKILL, syscall.SIGTERM, syscall.SIGKILL} {
-		ops := a.status().WriteOps
-		eventually(t, "it is under load", func() bool { return a.status().WriteOps > ops+100 })
+		before := a.status()
+		eventually(t, "it is under load", func() bool {
+			st := a.status()
+			return st.WriteOps+st.ReadOps > before.WriteOps+before.ReadOps+100 && st.Requests > 0
+		})
 		p.end(t, sig)
 		eventually(t, "the loss is seen and requests wait", func() bool { st := a.status(); return st.State == "reconnecting" && st.Waiting > 0 })
 		p = w.serve()
@@ -287,7 +294,7 @@ func TestStrangersAtThePort(t *testing.T) {
 	if took > 10*time.Second {
 		t.Errorf("the host was served slowly: %v", took)
 	}
-	if now := p.rss(t); now > rss+64*MiB {
+	if now := p.rss(t); now > rss+64*MiB && !raceDetector {
 		t.Errorf("resident memory went from %d to %d MiB", rss>>20, now>>20)
 	}
 	// Another host gets in while they stand there.
@@ -372,7 +379,7 @@ func TestClientThatNeverReads(t *testing.T) {
 	if took := time.Since(begin); took > 20*time.Second {
 		t.Errorf("200 reads beside them took %v", took)
 	}
-	if now := a.rss(t); now > rss+256*MiB {
+	if now := a.rss(t); now > rss+256*MiB && !raceDetector {
 		t.Errorf("resident memory went from %d to %d MiB", rss>>20, now>>20)
 	} else {
 		t.Logf("resident memory %d MiB, was %d", now>>20, rss>>20)
@@ -399,7 +406,7 @@ func TestMemoryIsBounded(t *testing.T) {
 	for _, x := range []*process{p, a.process} {
 		rss := x.rss(t)
 		t.Logf("%s: %d MiB resident", x.name, rss>>20)
-		if rss > limit {
+		if rss > limit && !raceDetector { // which has memory of its own
 			t.Errorf("%s: %d MiB resident, over %d", x.name, rss>>20, limit>>20)
 		}
 	}

@@ -37,7 +37,12 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
-	cmd := exec.Command("go", "build", "-o", dir, "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+	args := []string{"build", "-o", dir}
+	if raceDetector { // then the programs are looked at too
+		args = append(args, "-race")
+		os.Setenv("GORACE", "halt_on_error=1 exitcode=66")
+	}
+	cmd := exec.Command("go", append(args, "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")...)
 	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
 	if err := cmd.Run(); err != nil {
 		fmt.Fprintln(os.Stderr, "build:", err)
@@ -101,6 +106,9 @@ func start(t testing.TB, prefix []string, name string, args ...string) *process 
 	t.Cleanup(func() {
 		p.Process.Kill()
 		<-p.done
+		if strings.Contains(p.log.String(), "DATA RACE") {
+			t.Errorf("%s: data race", name)
+		}
 		if t.Failed() {
 			l := p.log.String()
 			t.Logf("%s %s said:\n%s", name, strings.Join(args, " "), l[max(0, len(l)-4000):])

@@ -104,6 +104,7 @@ type attachment struct {
 
 	mu      sync.Mutex    // serialises detach
 	ended   bool          // detached; guarded by mu
+	endErr  error         // why the program is to exit with 1; set before endedCh is closed
 	endedCh chan struct{} // closed when ended
 	cut     chan struct{} // closed by the second signal
 }
@@ -238,7 +239,7 @@ func (a *attachment) wait(ctx context.Context, served <-chan error) error {
 		select {
 		case <-a.endedCh: // by detach
 			if result == nil {
-				return nil
+				return a.endErr
 			}
 			return <-result
 		case err := <-result:
@@ -316,9 +317,12 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 // end drains the NBD clients, flushes, and disconnects, all within DetachTimeout.
 // force does not wait for a target that is away. The error says what may be lost; the
 // attachment has ended all the same.
-func (a *attachment) end(force bool) error {
+func (a *attachment) end(force bool) (err error) {
 	defer func() {
 		a.ended = true
+		if !force { // who forces it knows
+			a.endErr = err
+		}
 		close(a.endedCh)
 	}()
 	patience := a.s.DetachTimeout * 8 / 10
@@ -344,7 +348,7 @@ func (a *attachment) end(force bool) error {
 	if drained != nil {
 		a.log.Warn("clients are cut off", "err", drained)
 	}
-	err := a.flush(ctx)
+	err = a.flush(ctx)
 	if err != nil {
 		err = fmt.Errorf("flush: %w: what was written since the last flush may be lost", err)
 	}

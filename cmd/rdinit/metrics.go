@@ -48,14 +48,12 @@ var (
 	mFabric     = metrics.NewFabric("rdinit_")
 )
 
-var sessionStates = []initiator.State{initiator.StateLive, initiator.StateReconnecting, initiator.StateLost, initiator.StateClosing, initiator.StateClosed}
-
 // collect is one scrape.
 func (a *attachment) collect(s metrics.Sink) {
 	st, stats := a.session.Status(), a.session.Stats()
 	s.Put(mStart, float64(a.started.UnixMilli())/1e3)
 	s.Put(mInfo, 1, a.entry.Name, a.nqn, strconv.FormatUint(uint64(a.dev.NSID()), 10), st.Addr)
-	for _, state := range sessionStates {
+	for state := initiator.StateLive; state <= initiator.StateClosed; state++ {
 		s.Put(mState, metrics.Bool(st.State == state), state.String())
 	}
 	s.Put(mSize, float64(a.dev.Info().Size))

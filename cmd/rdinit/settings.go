@@ -4,8 +4,10 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -147,13 +149,14 @@ func (s *settings) Validate() error {
 	default:
 		bad("polling", "%q is none of adaptive, busy, never", s.Polling)
 	}
-	for key, v := range map[string]int64{
+	positive := map[string]int64{ // zero would mean "default" to the library
 		"depth": int64(s.Depth), "buffer_memory": int64(s.BufferMemory), "max_transfer": int64(s.MaxTransfer),
 		"detach_timeout": int64(s.DetachTimeout), "keep_alive": int64(s.KeepAlive), "connect_timeout": int64(s.ConnectTimeout),
 		"request_timeout": int64(s.RequestTimeout), "reconnect_delay": int64(s.ReconnectDelay), "reconnect_max_delay": int64(s.ReconnectMaxDelay),
 		"retry_timeout": int64(s.RetryTimeout), "max_poll": int64(s.MaxPoll),
-	} {
-		if v <= 0 { // zero would mean "default" to the library
+	}
+	for _, key := range slices.Sorted(maps.Keys(positive)) {
+		if positive[key] <= 0 {
 			bad(key, "it must be positive")
 		}
 	}

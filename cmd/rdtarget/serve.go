@@ -107,7 +107,7 @@ type server struct {
 	target   *target.Target
 	provider *iwarp.Provider
 	entry    *control.Entry
-	http     *metrics.Server
+	httpAddr atomic.Pointer[string]
 	started  time.Time
 	draining atomic.Bool
 }
@@ -155,15 +155,17 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*setting
 	}
 	closer(func() { sv.entry.Close() })
 	if s.HTTP != "" {
-		sv.http, err = metrics.Listen(s.HTTP, metrics.Config{
+		h, err := metrics.Listen(s.HTTP, metrics.Config{
 			Registry: metrics.Registry("rdtarget_", sv.collect), Status: func() any { return sv.status() },
 			Healthy: sv.healthy, Pprof: s.Pprof, Log: log,
 		})
 		if err != nil {
 			return err
 		}
-		closer(sv.http.Close)
-		log.Info("http endpoint", "addr", sv.http.Addr.String(), "pprof", s.Pprof)
+		closer(h.Close)
+		addr := h.Addr.String()
+		sv.httpAddr.Store(&addr)
+		log.Info("http endpoint", "addr", addr, "pprof", s.Pprof)
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) { control.WriteJSON(w, sv.status()) })

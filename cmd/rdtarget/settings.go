@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -189,15 +191,16 @@ func (s *settings) Validate() error {
 	default:
 		bad("polling", "%q is none of adaptive, busy, never", s.Polling)
 	}
-	for key, v := range map[string]int64{
+	positive := map[string]int64{ // zero would mean "default" to the library
 		"queue_depth": int64(s.QueueDepth), "max_io": int64(s.MaxIO), "buffer_memory": int64(s.BufferMemory),
 		"read_depth": int64(s.ReadDepth), "max_controllers": int64(s.MaxControllers), "max_queues": int64(s.MaxQueues),
 		"max_queues_per_controller": int64(s.MaxQueuesPerController), "max_pending": int64(s.MaxPending),
 		"accept_timeout": int64(s.AcceptTimeout), "connect_timeout": int64(s.ConnectTimeout),
 		"association_timeout": int64(s.AssociationTimeout), "discovery_timeout": int64(s.DiscoveryTimeout),
 		"fence_timeout": int64(s.FenceTimeout), "max_poll": int64(s.MaxPoll),
-	} {
-		if v <= 0 { // zero would mean "default" to the library
+	}
+	for _, key := range slices.Sorted(maps.Keys(positive)) {
+		if positive[key] <= 0 {
 			bad(key, "it must be positive")
 		}
 	}

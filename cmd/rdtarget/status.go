@@ -38,8 +38,8 @@ func (sv *server) status() report {
 	if sv.draining.Load() {
 		r.State = "draining"
 	}
-	if sv.http != nil {
-		r.HTTP = sv.http.Addr.String()
+	if a := sv.httpAddr.Load(); a != nil {
+		r.HTTP = *a
 	}
 	return r
 }

@@ -16,5 +16,8 @@
 // the machine cannot be set up (not root and packages missing, or no network for them),
 // never when CI=true: there it fails.
 //
+// The tests of this package boot about a dozen machines: some five minutes on an idle pair of processors,
+// more than go test's default limit on a busy one. Give -timeout 30m; -short boots none.
+//
 // Figures taken in emulation are good only as ratios within one run.
 package vmtest

@@ -153,3 +153,16 @@ func interop(t *testing.T, name string, programs ...string) {
 	}
 	Run(t, c)
 }
+
+// Two machines on a wire: CRC in use, small segments, both directions.
+func TestWire(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	guest := filepath.Join(Dir(), "guest", "wire.sh")
+	target, attach := Build(t, "rdblk/cmd/rdtarget"), Build(t, "rdblk/cmd/rdinit")
+	Run(t, Config{
+		Program: guest, Peer: guest, Args: []string{target, attach}, Show: []string{filepath.Dir(target), filepath.Dir(attach)},
+		Timeout: 10 * time.Minute, Memory: 2048,
+	})
+}

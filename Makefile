@@ -6,7 +6,7 @@ LDFLAGS := -X rdblk/internal/version.Version=$(VERSION)
 FUZZTIME ?= 30s
 ROUNDS  ?= 5
 
-.PHONY: help build deps run test race lint fuzz e2e bench clean
+.PHONY: help build deps run test race lint fuzz e2e vm bench clean
 
 help:   ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9]+:.*## /{printf "  %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,12 +20,15 @@ deps:   ## install by apt what tests and the demonstration use (root), or say wh
 run: build deps ## a demonstration: serve, attach, copy a file system, kill the target under load
 	@test/demo/run
 
+# All packages but the virtual machines, which take the whole machine for minutes.
+PKGS = $(shell $(GO) list ./... | grep -v '/test/vm')
+
 test: deps lint ## everything that CI runs
-	$(GO) test -race -short ./internal/... ./protocol/... ./rdma/... ./blockdev/... ./nbd/... ./target/... ./initiator/...
-	$(GO) test ./...
+	$(GO) test -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
+	$(GO) test -timeout 20m $(PKGS)
 
 race:   ## all tests under the race detector
-	$(GO) test -race -timeout 30m ./...
+	$(GO) test -race -timeout 60m $(PKGS)
 
 lint:   ## gofmt, go vet, module files, builds for other machines
 	@test/lint
@@ -35,6 +38,9 @@ fuzz:   ## every fuzz target for FUZZTIME (30s)
 
 e2e: build deps ## only the end-to-end tests, verbosely
 	$(GO) test -count=1 -v ./test/e2e
+
+vm:     ## interoperation with the kernel, in virtual machines (root, qemu)
+	$(GO) test -count=1 -timeout 60m -v ./test/vm/...
 
 bench: build deps ## rdblk beside nbdkit, ROUNDS (5) interleaved rounds; writes docs/performance.md
 	@test/bench/run --rounds $(ROUNDS)

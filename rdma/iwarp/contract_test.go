@@ -2,6 +2,7 @@ package iwarp
 
 import (
 	"testing"
+	"time"
 
 	"rdblk/rdma"
 	"rdblk/rdma/rdmatest"
@@ -20,6 +21,7 @@ func TestContract(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			rdmatest.Run(t, func(t testing.TB) rdma.Provider {
+				c.cfg.UserTimeout = time.Minute // one test stops a peer, and machines are slow
 				p, err := New(c.cfg)
 				if err != nil {
 					t.Fatal(err)

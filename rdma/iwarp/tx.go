@@ -177,6 +177,9 @@ func (q *qp) transmit() bool {
 		}
 		if budget <= 0 {
 			q.scq.kick(q)
+			if !q.scq.running { // driven by the other CQ
+				q.scq.wake()
+			}
 			break
 		}
 	}

@@ -24,8 +24,8 @@ run: build deps ## a demonstration: serve, attach, copy a file system, kill the 
 PKGS = $(shell $(GO) list ./... | grep -v '/test/vm')
 
 test: deps lint ## everything that CI runs
-	$(GO) test -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
-	$(GO) test -timeout 20m $(PKGS)
+	$(GO) test -count=1 -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
+	$(GO) test -count=1 -timeout 20m $(PKGS)
 
 race:   ## all tests under the race detector
 	$(GO) test -race -timeout 60m $(PKGS)

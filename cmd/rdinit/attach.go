@@ -209,7 +209,7 @@ func (a *attachment) connect(ctx context.Context, c initiator.Config) error {
 				if a.session != nil {
 					a.closeSession(time.Second)
 				}
-				return fmt.Errorf("%s: %w", a.s.Address, err)
+				return err
 			}
 			return nil
 		case sig := <-a.env.Signals:

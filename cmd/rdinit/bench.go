@@ -100,7 +100,7 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			defer needProcs(c.Queues + 2)()
 			ss, err := initiator.Connect(ctx, c)
 			if err != nil {
-				return fmt.Errorf("%s: %w", s.Address, err)
+				return err
 			}
 			defer func() {
 				ctx, cancel := context.WithTimeout(context.Background(), s.DetachTimeout)

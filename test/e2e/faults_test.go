@@ -412,6 +412,30 @@ func TestMemoryIsBounded(t *testing.T) {
 	}
 }
 
+// Attached and without work, both programs sleep.
+func TestIdleCostsNothing(t *testing.T) {
+	w := newWorld(t, 16*MiB)
+	p := w.serve()
+	list := []*process{p}
+	for i := range 4 {
+		list = append(list, w.attach(fmt.Sprintf("disk%d", i)).process)
+	}
+	const span = 4 * time.Second
+	before := make([]time.Duration, len(list))
+	for i, x := range list {
+		before[i] = x.cpu(t)
+	}
+	timer := time.NewTimer(span) // the span of a measurement, not a wait for something
+	<-timer.C
+	for i, x := range list {
+		used := x.cpu(t) - before[i]
+		t.Logf("%s: %v of processor time in %v", x.name, used, span)
+		if used > span/40 && !raceDetector {
+			t.Errorf("%s used %v in %v without work", x.name, used, span)
+		}
+	}
+}
+
 // Hosts that are not on the list are refused with the remedy, and let in after a reload.
 func TestHostList(t *testing.T) {
 	w := newWorld(t, MiB)

@@ -168,6 +168,19 @@ func (p *process) rss(t testing.TB) int64 {
 	return n << 10
 }
 
+// cpu is the processor time that it has used.
+func (p *process) cpu(t testing.TB) time.Duration {
+	t.Helper()
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+2:]))
+	user, _ := strconv.Atoi(f[11])
+	system, _ := strconv.Atoi(f[12])
+	return time.Duration(user+system) * 10 * time.Millisecond // USER_HZ is 100
+}
+
 // fds is the number of open descriptors.
 func (p *process) fds(t testing.TB) int {
 	t.Helper()

@@ -265,12 +265,14 @@ func (c *laneCheck) Run() {
 	c.l.supervise(c.limit)
 }
 
-// supervise looks at every queue for commands that are out for too long.
+// supervise looks at every I/O queue for commands that are out for too long. A
+// worker whose requests are not at the target is left asleep. (What is made on the
+// admin queue has a limit of its own each, see lane.do.)
 func (a *association) supervise() {
 	limit := a.s.cfg.RequestTimeout
-	checks := []*laneCheck{{l: a.ctrl.lane, limit: limit}}
-	for _, l := range a.lanes {
-		checks = append(checks, &laneCheck{l: l, limit: limit})
+	checks := make([]laneCheck, len(a.lanes))
+	for i, l := range a.lanes {
+		checks[i].l, checks[i].limit = l, limit
 	}
 	a.wg.Go(func() {
 		tick := time.NewTicker(min(max(limit/8, 5*time.Millisecond), time.Second))
@@ -281,8 +283,8 @@ func (a *association) supervise() {
 			case <-a.ctx.Done():
 				return
 			}
-			for _, c := range checks {
-				if !c.pending.Swap(true) {
+			for j, q := range a.s.queues {
+				if c := &checks[j%len(checks)]; q.sent.Load() > 0 && !c.pending.Swap(true) {
 					_ = c.l.w.Submit(c)
 				}
 			}

@@ -942,7 +942,7 @@ func testConfig(f *fakeTarget, p rdma.Provider) Config {
 	return Config{
 		Provider: p, Addr: f.addr, SubNQN: fakeNQN, Queues: 2, Depth: 16, BufferMemory: 4 << 20,
 		ReconnectDelay: 5 * time.Millisecond, ReconnectMaxDelay: 50 * time.Millisecond,
-		ConnectTimeout: 10 * time.Second, LossTimeout: 30 * time.Second,
+		ConnectTimeout: 20 * time.Second, LossTimeout: 2 * time.Minute,
 		Logger: testLogger(f.t),
 	}
 }
@@ -974,7 +974,7 @@ func device(t testing.TB, s *Session) *Device {
 // eventually waits for a condition that other goroutines bring about.
 func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
-	deadline := time.NewTimer(20 * time.Second)
+	deadline := time.NewTimer(time.Minute)
 	defer deadline.Stop()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()

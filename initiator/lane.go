@@ -749,17 +749,12 @@ func (l *lane) finish(i uint16, s *slot) {
 // none.
 func (l *lane) oldest() (at int64, op string) {
 	for i := range l.slots {
-		if s := &l.slots[i]; s.cmd != nil && s.postedAt != 0 && (at == 0 || s.postedAt < at) && !l.unsupervised(s) {
+		if s := &l.slots[i]; s.cmd != nil && s.postedAt != 0 && (at == 0 || s.postedAt < at) {
 			at = s.postedAt
 			op = commandName(s.sqe, l.cfg.qid)
 		}
 	}
 	return at, op
-}
-
-// unsupervised commands may take as long as they like.
-func (l *lane) unsupervised(s *slot) bool {
-	return l.cfg.qid == 0 && s.sqe.AdminOpcode() == protocol.AdminAsyncEventRequest && !s.answered
 }
 
 // supervise ends the association if a command is out for longer than limit.

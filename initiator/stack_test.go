@@ -564,3 +564,18 @@ func BenchmarkRemote(b *testing.B) {
 		}
 	}
 }
+
+// An attachment without requests costs next to nothing: its workers sleep.
+func TestIdleCostsNothing(t *testing.T) {
+	dev := attach(t, serve(t, target.Config{}, mem(t, 1<<20, blockdev.Options{})).config())
+	if err := dev.ReadAt(make([]byte, 4096), 0); err != nil {
+		t.Fatal(err)
+	}
+	before := dev.Session().Stats().Workers
+	time.Sleep(3 * time.Second) // what is measured is time
+	for i, w := range dev.Session().Stats().Workers {
+		if n := w.Wakeups - before[i].Wakeups; n > 6 {
+			t.Errorf("worker %d woke up %d times in 3 s", i, n)
+		}
+	}
+}

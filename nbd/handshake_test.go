@@ -544,3 +544,97 @@ func TestRateLimitedLog(t *testing.T) {
 		t.Errorf("%d lines", n)
 	}
 }
+
+// failingListener gives errors, then connections, then the last error.
+type failingListener struct {
+	net.Listener
+	errs chan error
+	last error
+}
+
+func (l *failingListener) Accept() (net.Conn, error) {
+	select {
+	case err := <-l.errs:
+		return nil, &net.OpError{Op: "accept", Err: os.NewSyscallError("accept4", err)}
+	default:
+	}
+	nc, err := l.Listener.Accept()
+	if err == nil && len(l.errs) == 0 && l.last != nil {
+		nc.Close()
+		return nil, l.last
+	}
+	return nc, err
+}
+
+// TestAcceptErrors: a lack of descriptors is waited out, anything unknown ends Serve with its error.
+func TestAcceptErrors(t *testing.T) {
+	s := serve(t, newMemDevice(1<<20))
+	path := tempDir(t) + "/s"
+	ln, err := ListenUnix(path, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &failingListener{Listener: ln, errs: make(chan error, 3)}
+	for _, e := range []error{syscall.EMFILE, syscall.ECONNABORTED, syscall.ENFILE} {
+		l.errs <- e
+	}
+	done := make(chan error, 1)
+	go func() { done <- s.Serve(l) }()
+	c, err := nbdtest.Open("unix", path, "", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	do(t, c, 0, nbdtest.CmdRead, 0, 512, nil, 0)
+	c.Close()
+	if !strings.Contains(s.log.String(), "cannot accept a connection") {
+		t.Error("nothing in the log")
+	}
+
+	path = tempDir(t) + "/s"
+	if ln, err = ListenUnix(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	odd := errors.New("something odd")
+	go func() { done <- s.Serve(&failingListener{Listener: ln, errs: make(chan error), last: odd}) }()
+	if nc, err := net.Dial("unix", path); err == nil {
+		nc.Close()
+	}
+	if err := <-done; !errors.Is(err, odd) {
+		t.Error(err)
+	}
+	s.Close()
+	if err := <-done; err != ErrServerClosed {
+		t.Error(err)
+	}
+}
+
+// TestQueueCannotBeOpened: the client is told, and may try again.
+func TestQueueCannotBeOpened(t *testing.T) {
+	d := &shyDevice{heldDevice: newHeldDevice(t, 1<<20, 1, 1<<20), err: blockdev.ErrLost}
+	d.queues[0].open()
+	s := serve(t, d)
+	c := s.connect(t)
+	optionError(t, c.Go(""), nbdtest.RepErrPolicy)
+	d.err = blockdev.ErrClosed
+	optionError(t, c.Go(""), nbdtest.RepErrShutdown)
+	d.err = nil
+	if err := c.Go(""); err != nil {
+		t.Fatal(err)
+	}
+	do(t, c, 0, nbdtest.CmdRead, 0, 512, nil, 0)
+	if n := s.Stats().Exports[0].Connections; n != 1 {
+		t.Errorf("%d connections: the failed ones kept their places", n)
+	}
+}
+
+type shyDevice struct {
+	*heldDevice
+	err error
+}
+
+func (d *shyDevice) OpenQueue(i int) (blockdev.Queue, error) {
+	if d.err != nil {
+		return nil, d.err
+	}
+	return d.heldDevice.OpenQueue(i)
+}

@@ -73,7 +73,9 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	return l, nil
 }
 
-// lockDirectory takes the directory's lock, waiting for it for a moment.
+// lockDirectory takes the directory's lock, waiting for it for a moment. If somebody
+// else keeps it, which anybody may who can read a directory like /tmp, we go on without:
+// it only guards against a race that is unlikely.
 func lockDirectory(dir string) (unlock func(), err error) {
 	f, err := os.Open(dir)
 	if err != nil {
@@ -84,9 +86,12 @@ func lockDirectory(dir string) (unlock func(), err error) {
 		if err == nil {
 			return func() { f.Close() }, nil
 		}
-		if err != unix.EWOULDBLOCK && err != unix.EINTR || time.Now().After(end) {
+		if err != unix.EWOULDBLOCK && err != unix.EINTR {
 			f.Close()
 			return nil, fmt.Errorf("lock directory %q: %w", dir, err)
+		}
+		if time.Now().After(end) {
+			return func() { f.Close() }, nil
 		}
 		<-time.After(10 * time.Millisecond)
 	}

@@ -173,8 +173,8 @@ func (c Config) Validate() error {
 
 // Server serves exports to NBD clients on any number of listeners.
 //
-// Lock order: Server.mu is a leaf; so is export.mu. Neither is held while a worker
-// is waited for.
+// Lock order: export.opening before export.mu. Server.mu and export.mu are leaves:
+// nothing is waited for and no other lock taken under them but the worker's mailbox.
 type Server struct {
 	cfg     Config
 	log     *slog.Logger
@@ -219,7 +219,8 @@ type export struct {
 
 	load []int // connections per queue; guarded by Server.mu
 
-	mu      sync.Mutex // held while a queue is opened
+	opening sync.Mutex // held while a queue is opened, which may take its time
+	mu      sync.Mutex // guards domains
 	domains []*domain  // by queue, nil until it is used
 }
 
@@ -419,16 +420,20 @@ func (s *Server) unreserve(e *export, queue int) {
 
 // domain gives the export's queue i, opened if it is not yet.
 func (e *export) domain(i int) (*domain, error) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.domains[i] == nil {
-		d, err := e.openDomain(i)
-		if err != nil {
-			return nil, err
-		}
-		e.domains[i] = d
+	e.opening.Lock()
+	defer e.opening.Unlock()
+	d := e.domains[i] // written under both locks
+	if d != nil {
+		return d, nil
 	}
-	return e.domains[i], nil
+	d, err := e.openDomain(i)
+	if err != nil {
+		return nil, err
+	}
+	e.mu.Lock()
+	e.domains[i] = d
+	e.mu.Unlock()
+	return d, nil
 }
 
 // opened lists the export's queues that are open.

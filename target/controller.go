@@ -293,9 +293,17 @@ func (q *queue) startDrain(reason error) {
 
 // queueClosing is called on q's worker when q has disconnected.
 func (c *controller) queueClosing(q *queue) {
-	if q == c.admin {
-		c.kill(fmt.Errorf("%w: %w", errAdminLost, q.reason))
+	if q != c.admin {
+		return
 	}
+	c.mu.Lock()
+	orderly := c.state == ctrlShutDown || c.state == ctrlDisabled && c.hostQuiet
+	c.mu.Unlock()
+	if orderly {
+		c.kill(errHostShutdown)
+		return
+	}
+	c.kill(fmt.Errorf("%w: %w", errAdminLost, q.reason))
 }
 
 // queueGone is called when q has released everything.

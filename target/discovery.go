@@ -41,7 +41,7 @@ func (c *controller) discoveryLog() []byte {
 		}
 		e := protocol.DiscoveryLogEntry{
 			TRTYPE: protocol.TransportRDMA, ADRFAM: protocol.FamilyIPv4, SUBTYPE: kind,
-			TREQ:   protocol.TREQSecureNotRequired | protocol.TREQDisableSQFlow,
+			TREQ:   protocol.TREQDisableSQFlow, // and nothing about secure channels: nvme-cli does not know the sum
 			PORTID: ln.port, CNTLID: protocol.CNTLIDDynamic, ASQSZ: minAdminDepth, EFLAGS: flags,
 			TRSVCID: strconv.Itoa(int(addr.Port())), SUBNQN: nqn, TRADDR: addr.Addr().String(),
 			RDMA_QPTYPE: protocol.RDMAQPConnected, RDMA_PRTYPE: protocol.RDMAProviderAny, RDMA_CMS: protocol.RDMACMSRdmaCM,

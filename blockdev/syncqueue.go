@@ -59,6 +59,7 @@ type syncQueue struct {
 	ex        *Executor
 	ownEx     bool
 	mem       *arena.Arena // nil if the user brings buffers
+	maxAlloc  int
 	maxInline int
 
 	// The worker's.
@@ -114,6 +115,8 @@ func NewQueue(dev Device, w *worker.Worker, cfg QueueConfig) (Queue, error) {
 		if q.mem, err = arena.New(size); err != nil {
 			return nil, fmt.Errorf("queue of %s: %w", dev.Info().Name, err)
 		}
+		// A quarter, so that one large request does not wait for all others to end.
+		q.maxAlloc = max(q.mem.Size()/4, arena.MinSize)
 	}
 	if q.ex == nil {
 		q.ex, q.ownEx = NewExecutor(0), true
@@ -146,13 +149,7 @@ func (q *syncQueue) Free(b []byte) {
 	}
 }
 
-// MaxAlloc is a quarter of the memory, so that one large request does not wait for all others to end.
-func (q *syncQueue) MaxAlloc() int {
-	if q.mem == nil {
-		return 0
-	}
-	return max(q.mem.Size()/4, arena.MinSize)
-}
+func (q *syncQueue) MaxAlloc() int { return q.maxAlloc }
 
 func (q *syncQueue) Submit(r *Request) {
 	if q.busy || q.posted {

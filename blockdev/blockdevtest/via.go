@@ -30,12 +30,18 @@ func (d *viaTry) WriteAt(p []byte, off int64, flags blockdev.WriteFlags) error {
 // ViaQueue is the device d over q, one of its queues, as a synchronous device again: every
 // call becomes a request. Calls may be concurrent. Close closes q and d.
 func ViaQueue(q blockdev.Queue, d blockdev.Device) blockdev.Device {
-	return &viaQueue{q: q, d: d}
+	v := &viaQueue{q: q, d: d}
+	if err := q.Worker().Call(func() { v.most = q.MaxAlloc() }); err != nil {
+		panic(err) // a queue whose worker is closed is of no use to a test
+	}
+	return v
 }
 
 type viaQueue struct {
 	q blockdev.Queue
 	d blockdev.Device
+
+	most int // MaxAlloc
 
 	mu     sync.RWMutex // held for reading by calls
 	closed bool
@@ -103,7 +109,7 @@ func (v *viaQueue) do(op blockdev.Op, p []byte, off, n int64, flags blockdev.Wri
 
 // split makes several calls of a transfer that no buffer could hold.
 func (v *viaQueue) split(op blockdev.Op, p []byte, off int64, flags blockdev.WriteFlags) error {
-	most := v.q.MaxAlloc()
+	most := v.most
 	in := v.d.Info()
 	if len(p) > most {
 		if err := in.CheckRange(off, int64(len(p))); err != nil {

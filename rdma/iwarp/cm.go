@@ -2,6 +2,7 @@ package iwarp
 
 import (
 	"bytes"
+	"container/list"
 	"context"
 	"errors"
 	"fmt"
@@ -616,7 +617,8 @@ type listener struct {
 
 	mu     sync.Mutex
 	closed bool
-	shakes map[*net.TCPConn]struct{} // waiting for their Request
+	shakes map[*net.TCPConn]*list.Element // waiting for their Request
+	order  list.List                      // of them, the oldest first
 }
 
 var _ rdma.Listener = (*listener)(nil)
@@ -647,7 +649,7 @@ func (p *Provider) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.List
 	if err != nil {
 		return fail(err)
 	}
-	l := &listener{dev: p.dev, l: nl.(*net.TCPListener), cfg: cfg, out: make(chan *conn, cfg.MaxPending), done: make(chan struct{}), shakes: map[*net.TCPConn]struct{}{}}
+	l := &listener{dev: p.dev, l: nl.(*net.TCPListener), cfg: cfg, out: make(chan *conn, cfg.MaxPending), done: make(chan struct{}), shakes: map[*net.TCPConn]*list.Element{}}
 	if rc, err := l.l.SyscallConn(); err == nil {
 		rc.Control(func(fd uintptr) { unix.Listen(int(fd), cfg.Backlog) }) // package net takes the system's maximum
 	}
@@ -682,26 +684,46 @@ func (l *listener) run() {
 		}
 		delay = 0
 		l.dev.cm.accepted.Add(1)
-		if l.pending.Add(1) > int64(l.cfg.MaxPending) {
-			l.pending.Add(-1)
-			l.dev.cm.pendingRefused.Add(1)
-			l.dev.warn("iwarp: too many connections waiting to be set up, one more closed", "peer", nc.RemoteAddr().String(), "limit", l.cfg.MaxPending)
-			nc.SetLinger(0)
-			nc.Close()
-			continue
-		}
 		l.mu.Lock()
 		if l.closed {
 			l.mu.Unlock()
-			l.pending.Add(-1)
 			nc.Close()
 			return
 		}
-		l.shakes[nc] = struct{}{}
-		l.wg.Add(1)
+		victim := l.makeRoom(nc)
+		if victim != nc {
+			l.shakes[nc] = l.order.PushBack(nc)
+			l.pending.Add(1)
+			l.wg.Add(1)
+			go l.shake(nc)
+		}
 		l.mu.Unlock()
-		go l.shake(nc)
+		if victim != nil {
+			l.dev.cm.pendingRefused.Add(1)
+			l.dev.warn("iwarp: too many connections waiting to be set up, the oldest without a Request closed", "peer", victim.RemoteAddr().String(), "limit", l.cfg.MaxPending)
+			victim.SetLinger(0)
+			victim.Close()
+		}
 	}
+}
+
+// makeRoom chooses who has to go for a new connection if MaxPending are pending:
+// the one that has owed its Request for longest, since an honest peer sends it at
+// once, so that strangers who connect and say nothing do not shut others out. If
+// all pending ones have sent theirs and wait for Accept, it is the new one. nil:
+// there is room. mu is held.
+func (l *listener) makeRoom(nc *net.TCPConn) *net.TCPConn {
+	if l.pending.Load() < int64(l.cfg.MaxPending) {
+		return nil
+	}
+	e := l.order.Front()
+	if e == nil {
+		return nc
+	}
+	old := l.order.Remove(e).(*net.TCPConn)
+	delete(l.shakes, old)
+	l.pending.Add(-1)
+	return old
 }
 
 // shake reads the Request of a new connection.
@@ -709,7 +731,14 @@ func (l *listener) shake(nc *net.TCPConn) {
 	defer l.wg.Done()
 	c, answer, err := l.readRequest(nc)
 	l.mu.Lock()
+	e := l.shakes[nc]
+	if e == nil { // it had to make room
+		l.mu.Unlock()
+		nc.Close()
+		return
+	}
 	delete(l.shakes, nc)
+	l.order.Remove(e)
 	closed := l.closed
 	if err == nil && answer == nil && !closed {
 		l.out <- c // has room for all that are pending

@@ -2,9 +2,12 @@ package blockdev
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"rdblk/internal/worker"
 )
@@ -96,6 +99,132 @@ func BenchmarkQueue(b *testing.B) {
 					}
 				})
 				<-done
+			})
+		}
+	}
+}
+
+// BenchmarkDirect reads 4 KiB at random places of a file past the page cache. Compare with
+//
+//	fio --name=r --filename=FILE --rw=randread --bs=4k --direct=1 --ioengine=io_uring --iodepth=32
+//
+// on the same file. BLOCKDEV_BENCH_FILE names a file that is laid out already.
+func BenchmarkDirect(b *testing.B) {
+	path := os.Getenv("BLOCKDEV_BENCH_FILE")
+	if path == "" {
+		path = benchFile(b, 256<<20)
+	}
+	d, err := Open(path, Options{Direct: true})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer d.Close()
+	w, err := worker.New(worker.Config{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer w.Close()
+	ex := NewExecutor(32)
+	defer ex.Close()
+	blocks := d.Info().Size / 4096
+	for _, c := range []struct {
+		depth int
+		off   bool
+	}{{1, false}, {1, true}, {32, false}, {32, true}} {
+		depth := c.depth
+		b.Run(fmt.Sprintf("d%d/uring=%v", depth, !c.off), func(b *testing.B) {
+			q, err := NewQueue(d, w, QueueConfig{Executor: ex, NoURing: c.off})
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer w.Call(q.Close)
+			done := make(chan struct{})
+			left, running := b.N, depth
+			rng := rand.New(rand.NewPCG(1, 2))
+			b.ResetTimer()
+			w.Call(func() {
+				for range depth {
+					r := &Request{Op: OpRead, Buf: q.Alloc(4096), Off: rng.Int64N(blocks) * 4096}
+					r.Done = func(r *Request) {
+						if r.Err != nil {
+							b.Error(r.Err)
+						}
+						if left--; left > 0 {
+							r.Off = rng.Int64N(blocks) * 4096
+							q.Submit(r)
+							return
+						}
+						q.Free(r.Buf)
+						if running--; running == 0 {
+							close(done)
+						}
+					}
+					q.Submit(r)
+				}
+			})
+			<-done
+			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "IOPS")
+		})
+	}
+}
+
+// BenchmarkCold reads pages of a file that are not in the page cache, in random
+// order, each once.
+func BenchmarkCold(b *testing.B) {
+	path := benchFile(b, 256<<20)
+	for _, depth := range []int{1, 32} {
+		for _, off := range []bool{false, true} {
+			b.Run(fmt.Sprintf("d%d/uring=%v", depth, !off), func(b *testing.B) {
+				f, err := os.OpenFile(path, os.O_RDWR, 0)
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer f.Close()
+				f.Sync()
+				unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
+				d, err := Open(path, Options{})
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer d.Close()
+				w, err := worker.New(worker.Config{})
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer w.Close()
+				q, err := NewQueue(d, w, QueueConfig{NoURing: off})
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer w.Call(q.Close)
+				order := rand.New(rand.NewPCG(1, 2)).Perm(64 << 10)
+				done := make(chan struct{})
+				left, running := b.N, depth
+				b.ResetTimer()
+				w.Call(func() {
+					for range depth {
+						r := &Request{Op: OpRead, Buf: q.Alloc(4096), Off: int64(order[(left+len(order))%len(order)]) * 4096}
+						r.Done = func(r *Request) {
+							if r.Err != nil {
+								b.Error(r.Err)
+							}
+							if left--; left > 0 {
+								r.Off = int64(order[(left+len(order))%len(order)]) * 4096
+								q.Submit(r)
+								return
+							}
+							q.Free(r.Buf)
+							if running--; running == 0 {
+								close(done)
+							}
+						}
+						q.Submit(r)
+					}
+				})
+				<-done
+				s := StatsOf(q)
+				b.ReportMetric(float64(s.Inline)/float64(b.N), "hits/op")
+				b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "IOPS")
 			})
 		}
 	}

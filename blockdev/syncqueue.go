@@ -32,20 +32,23 @@ type QueueConfig struct {
 	// MaxInline is the largest read or write in bytes that is tried on the worker;
 	// 0 = DefaultMaxInline, negative = none.
 	MaxInline int
+	// NoURing never uses io_uring.
+	NoURing bool
 }
 
 // QueueStats count what a queue from NewQueue did.
 type QueueStats struct {
 	Inline     uint64 // requests answered on the worker
+	Async      uint64 // requests that went through io_uring
 	Executed   uint64 // requests that went to the executor
-	WouldBlock uint64 // of those: tried on the worker first
+	WouldBlock uint64 // requests of the latter two that were tried on the worker first
 }
 
 // syncQueue is a Queue over a Device.
 //
-// A request goes one of two ways. Reads and writes of a TryDevice are tried on the
-// worker. What would block, and everything else, is linked into the executor's
-// list; the goroutine that executed it pushes it on done, and the first to find
+// A request goes one of three ways. Reads and writes of a TryDevice are tried on the
+// worker. What would block goes through the worker's io_uring if the device is
+// a file or disk (see ringState). Everything else is linked into the executor's list; the goroutine that executed it pushes it on done, and the first to find
 // done empty posts the queue itself as a Task to the worker, which then answers
 // the whole batch.
 //
@@ -69,7 +72,9 @@ type syncQueue struct {
 	cost        int // spent in this slice
 	outstanding int // at the executor or on done
 	cont        continueTask
+	ring        ringState
 	inline      atomic.Uint64
+	async       atomic.Uint64
 	executed    atomic.Uint64
 	wouldBlock  atomic.Uint64
 
@@ -103,6 +108,9 @@ func NewQueue(dev Device, w *worker.Worker, cfg QueueConfig) (Queue, error) {
 	q := &syncQueue{dev: dev, w: w, ex: cfg.Executor, maxInline: cfg.MaxInline}
 	q.cont.q = q
 	q.try, _ = dev.(TryDevice)
+	if !cfg.NoURing {
+		q.ring.disk, _ = dev.(*file)
+	}
 	if q.maxInline == 0 {
 		q.maxInline = DefaultMaxInline
 	}
@@ -127,7 +135,7 @@ func NewQueue(dev Device, w *worker.Worker, cfg QueueConfig) (Queue, error) {
 // StatsOf gives the counters of a queue from NewQueue, zeros for another. Any goroutine.
 func StatsOf(q Queue) QueueStats {
 	if q, ok := q.(*syncQueue); ok {
-		return QueueStats{Inline: q.inline.Load(), Executed: q.executed.Load(), WouldBlock: q.wouldBlock.Load()}
+		return QueueStats{Inline: q.inline.Load(), Async: q.async.Load(), Executed: q.executed.Load(), WouldBlock: q.wouldBlock.Load()}
 	}
 	return QueueStats{}
 }
@@ -224,6 +232,14 @@ func (q *syncQueue) begin(r *Request) {
 		}
 		q.wouldBlock.Store(q.wouldBlock.Load() + 1)
 	}
+	if q.toRing(r) {
+		return
+	}
+	q.toExecutor(r)
+}
+
+// toExecutor hands over r, of which r.pos bytes are done.
+func (q *syncQueue) toExecutor(r *Request) {
 	q.executed.Store(q.executed.Load() + 1)
 	q.outstanding++
 	if !q.ex.push(q, r) {
@@ -336,9 +352,10 @@ func (q *syncQueue) Close() {
 
 // release frees what the queue holds once it is closed and everything is back.
 func (q *syncQueue) release() {
-	if !q.closed.Load() || q.outstanding > 0 || !q.backlog.empty() {
+	if q.busy || !q.closed.Load() || q.outstanding > 0 || !q.backlog.empty() {
 		return
 	}
+	q.closeRing()
 	if q.mem != nil && q.mem.InUse() == 0 {
 		q.mem.Close()
 		q.mem = nil

@@ -338,6 +338,7 @@ func TestDiscover(t *testing.T) {
 	if _, err = Discover(context.Background(), cfg); !errors.Is(err, ErrTimeout) {
 		t.Errorf("%v", err)
 	}
+	cfg.Timeout = 20 * time.Second
 	f.set(func() { f.hook = nil; f.ctrl.CNTRLTYPE = protocol.ControllerTypeIO })
 	if _, err = Discover(context.Background(), cfg); !errors.Is(err, ErrUnsupported) {
 		t.Errorf("%v", err)

@@ -16,7 +16,7 @@ type Info struct {
 
 	ReadOnly     bool
 	WriteCache   bool // a completed write may be lost by a crash until Flush, or FUA
-	FUA          bool // WriteFUA is honoured without a whole Flush
+	FUA          bool // WriteFUA, which is honoured in any case, costs less than a write and a Flush
 	Discard      bool // Discard frees space
 	DiscardZeros bool // discarded blocks read as zeros
 	WriteZeroes  bool // Zero is better than writing zeros
@@ -38,7 +38,9 @@ const (
 
 // Device is a fixed-block random-access store. Methods may be called
 // concurrently. There are no short counts: a call does all it was asked or
-// returns an error, and then the range it was given is undefined.
+// returns an error, and then the range it was given is undefined. A call for no
+// bytes at an offset that is good does nothing and returns nil. A block is never torn: a read that
+// runs beside a write of the same block sees all of it or nothing.
 //
 // Durability: a write, zeroing or discard that has returned nil is seen by every
 // later read. It is on stable storage only after a Flush that began later has
@@ -52,10 +54,12 @@ type Device interface {
 	WriteAt(p []byte, off int64, flags WriteFlags) error
 	// Zero makes n bytes at off read as zeros.
 	Zero(off, n int64, flags WriteFlags) error
-	// Discard is a hint that the content is not needed. It promises zeros only if Info.DiscardZeros.
+	// Discard is a hint that the content is not needed. It promises zeros only if
+	// Info.DiscardZeros, and does nothing and returns nil if not Info.Discard.
 	Discard(off, n int64) error
 	Flush() error
-	// Close waits for running calls; later calls return ErrClosed. It does not promise a Flush.
+	// Close waits for running calls; later calls, of Close too, return ErrClosed. It does
+	// not promise a Flush.
 	Close() error
 }
 

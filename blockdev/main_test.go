@@ -249,6 +249,30 @@ func TestDisks(t *testing.T) {
 	}
 }
 
+// TestAStoreThatCanDoNothing: every fall-back, down to writing zeros.
+func TestAStoreThatCanDoNothing(t *testing.T) {
+	for _, direct := range []bool{false, true} {
+		t.Run(fmt.Sprintf("direct=%v", direct), func(t *testing.T) {
+			dir := t.TempDir()
+			blockdevtest.Run(t, func(t testing.TB) blockdev.Device {
+				d, err := blockdev.Open(newFile(t, dir, 2<<20), blockdev.Options{Direct: direct})
+				must(t, "open", err)
+				blockdev.LackEverything(d)
+				return d
+			}, blockdevtest.Short())
+		})
+	}
+	t.Run("disk", func(t *testing.T) {
+		dev := loop(t, newFile(t, t.TempDir(), 2<<20))
+		blockdevtest.Run(t, func(t testing.TB) blockdev.Device {
+			d, err := blockdev.Open(dev, blockdev.Options{})
+			must(t, "open", err)
+			blockdev.LackEverything(d)
+			return d
+		}, blockdevtest.Short())
+	})
+}
+
 func TestMem(t *testing.T) {
 	blockdevtest.Run(t, func(t testing.TB) blockdev.Device {
 		d, err := blockdev.Open("mem:2M", blockdev.Options{})

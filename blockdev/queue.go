@@ -65,7 +65,7 @@ type Queue interface {
 	Free(b []byte)
 	MaxAlloc() int
 	// Submit starts r. For read and write, Buf is (part of) a buffer from Alloc of this
-	// queue. A request may be larger than Info.MaxIO; the queue splits it.
+	// queue, unless the queue says that it takes others. A request may be larger than Info.MaxIO; the queue splits it.
 	Submit(r *Request)
 	// Worker is the loop that the queue lives on.
 	Worker() *worker.Worker

@@ -47,6 +47,7 @@ type cq struct {
 	mask       uint32
 	head, tail uint32
 	running    bool // inside Poll or Arm
+	rearm      bool // Arm has asked for one more Poll, after which the owner may sleep
 	live       []*qp
 	byFD       map[int32]*qp
 	txq        []*qp // have something to transmit
@@ -349,6 +350,10 @@ func (c *cq) Poll(wc []rdma.WC) (int, bool, error) {
 	if len(c.txq) > 0 && c.transmit() { // what receiving gave cause to
 		busy = true
 	}
+	if c.rearm {
+		c.rearm = false
+		c.watch()
+	}
 	n := c.take(wc)
 	if c.polls++; c.polls%publishEvery == 0 {
 		c.publish()
@@ -376,12 +381,18 @@ func (c *cq) Arm() (bool, error) {
 			again = true
 		}
 	}
-	for _, q := range c.live {
-		q.watchWrite(q.tx.blocked)
-	}
+	c.watch()
+	c.rearm = again
 	c.publish()
 	c.leave()
 	return again, nil
+}
+
+// watch makes FD tell when a full socket can take more.
+func (c *cq) watch() {
+	for _, q := range c.live {
+		q.watchWrite(q.tx.blocked)
+	}
 }
 
 func (c *cq) publish() {

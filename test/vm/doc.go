@@ -7,7 +7,7 @@
 //	test/vm/lib.sh                        functions for scripts that run inside
 //	test/vm/guest/*.sh                    such scripts
 //	test/vm/mpadump                       takes a TCP capture of iWARP apart, makes golden files
-//	test/vm/testdata                      golden files: the kernel's own bytes
+//	protocol/testdata/kernel                      golden files: the kernel's own bytes
 //
 // A test calls [Run] with a script, or builds a program of this module with [Build] or a package's
 // tests with [BuildTests] outside (compiling inside takes minutes) and runs that.

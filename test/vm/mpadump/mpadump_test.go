@@ -163,7 +163,7 @@ func TestRefuses(t *testing.T) {
 	}
 }
 
-// The golden files in ../testdata are what mpadump says they are.
+// The golden files in protocol/testdata/kernel are what mpadump says they are.
 func TestGolden(t *testing.T) {
 	for name, want := range map[string]struct {
 		size  int
@@ -179,7 +179,7 @@ func TestGolden(t *testing.T) {
 		"io-flush-capsule":                  {64, "flush"},
 		"discovery-get-log-70-1024-capsule": {64, "get-log-70-1024"},
 	} {
-		b := golden(t, filepath.Join("..", "testdata", name+".hex"))
+		b := golden(t, filepath.Join("..", "..", "..", "protocol", "testdata", "kernel", name+".hex"))
 		if len(b) != want.size {
 			t.Errorf("%s: %d bytes, want %d", name, len(b), want.size)
 			continue

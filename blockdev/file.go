@@ -287,8 +287,9 @@ func (d *file) TryWriteAt(p []byte, off int64, flags WriteFlags) error {
 	return err
 }
 
-// pwriteNow writes as the kernel knows how to without waiting (XFS, btrfs). What a
-// partial write has done, its repetition does again.
+// pwriteNow writes as the kernel knows how to without waiting (XFS, btrfs). It says that it
+// would wait, too, when a block is new or the time stamp is due, so one write per tick of the clock takes the other way.
+// What a partial write has done, its repetition does again.
 func (d *file) pwriteNow(p []byte, off int64) error {
 	for len(p) > 0 {
 		n, err := pwriteFlags(d.fd, p, off, unix.RWF_NOWAIT)

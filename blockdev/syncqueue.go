@@ -101,6 +101,9 @@ func (t *continueTask) Run() {
 // Read and write buffers may be any memory (aligned to Info.MemAlign), not only
 // that of Alloc.
 //
+// The worker must run until everything is answered: what is in an io_uring holds
+// its range of the device, and the device's Close waits for it.
+//
 // Close frees the memory. Requests that are outstanding against the rule of Queue
 // are still answered on the worker: those that have begun with their result, others
 // with ErrClosed. The memory stays until they and every buffer are back.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -302,10 +303,17 @@ func TestWriteGuardSeesAWait(t *testing.T) {
 	var held bool
 	var wg sync.WaitGroup
 	wg.Go(func() {
+		runtime.LockOSThread() // as a worker is
+		defer runtime.UnlockOSThread()
 		m, _ := g.begin()
 		// Blocks this thread in the kernel, as throttling would.
 		ts := unix.NsecToTimespec(int64(20 * time.Millisecond))
-		unix.RawSyscall(unix.SYS_NANOSLEEP, uintptrOf(&ts), 0, 0)
+		for {
+			_, _, errno := unix.RawSyscall(unix.SYS_NANOSLEEP, uintptrOf(&ts), uintptrOf(&ts), 0)
+			if errno != unix.EINTR { // the runtime's signals
+				break
+			}
+		}
 		g.end(m)
 		_, ok := g.begin()
 		held = !ok

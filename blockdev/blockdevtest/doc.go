@@ -9,6 +9,12 @@
 //     states that may be left. History records operations where they were issued, however
 //     many layers above, and tells whether what is read back is legal.
 //
+// A crash test through any number of layers: put a Crashable at the bottom, at the
+// client call History.Write and the like around each request (or wrap the client's Device with
+// Record), cut the power with Crash while requests are in flight, end the layers, and give what Crash
+// returned to History.Restart, which names every block that may not be so. RunCrashes does all of
+// it for a client that is a Device.
+//
 // Random tests print their seed and take it back with -blockdev.seed.
 package blockdevtest
 

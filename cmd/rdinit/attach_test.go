@@ -241,6 +241,7 @@ func TestAttachFromStartToEnd(t *testing.T) {
 		t.Errorf("healthz %d %q", code, text)
 	}
 	_, m := get(t, url+"/metrics")
+	clitest.LintMetrics(t, m)
 	m = strings.ReplaceAll(m, addr, "ADDR")
 	m = regexp.MustCompile(`(rdinit_start_time_seconds) .*`).ReplaceAllString(m, "$1 TIME")
 	m = regexp.MustCompile(`(rdinit_worker_sleeps_total\{.*\}|rdinit_rdma_(?:received|transmitted|direct)_bytes_total|rdinit_rdma_messages_total\{.*\}) .*`).ReplaceAllString(m, "$1 N")

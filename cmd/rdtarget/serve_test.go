@@ -182,6 +182,7 @@ func TestServeFromStartToEnd(t *testing.T) {
 		t.Errorf("/status %+v, %v", viaHTTP, err)
 	}
 	m := get(t, url+"/metrics")
+	clitest.LintMetrics(t, m)
 	m = strings.ReplaceAll(m, disk, "DISK")
 	m = regexp.MustCompile(`(rdtarget_start_time_seconds) .*`).ReplaceAllString(m, "$1 TIME")
 	m = regexp.MustCompile(`(rdtarget_worker_sleeps_total\{.*\}) .*`).ReplaceAllString(m, "$1 N")

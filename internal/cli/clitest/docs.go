@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"rdblk/internal/config"
+
+	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 )
 
 // CheckSettingsTable compares a table in a document with a settings struct that
@@ -72,6 +74,18 @@ func CheckMetricsNamed(t testing.TB, doc, exposition string) {
 	}
 	if n == 0 {
 		t.Error("there are no metrics")
+	}
+}
+
+// LintMetrics holds an exposition to Prometheus' own rules for names, help and units.
+func LintMetrics(t testing.TB, exposition string) {
+	t.Helper()
+	problems, err := promlint.New(strings.NewReader(exposition)).Lint()
+	if err != nil {
+		t.Error(err)
+	}
+	for _, p := range problems {
+		t.Errorf("%s: %s", p.Metric, p.Text)
 	}
 }
 

@@ -31,9 +31,9 @@
 // other things, 4 KiB random reads of one file by one worker, direct unless told otherwise:
 //
 //	                     ring          executor      fio, io_uring
-//	depth 1              8–14k IOPS    3–8k          16k
-//	depth 32             44–58k        15–37k        75k
-//	cold cache, depth 1  9–15k         3–9k
+//	depth 1              11–19k IOPS   5–10k         12–16k
+//	depth 32             44–73k        15–26k        53–76k
+//	cold cache, depth 1  9–20k         3–10k
 //
 // and for a cached read the ring is no match for a plain call: 26 µs against 3.
 // A hop through the executor costs 50 µs and more when the machine is busy, most of it the Go

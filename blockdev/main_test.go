@@ -168,7 +168,7 @@ func TestFile(t *testing.T) {
 }
 
 func TestFileWithLargeBlocks(t *testing.T) {
-	suite(t, t.TempDir(), 4<<20, blockdev.Options{BlockSize: 65536})
+	suite(t, t.TempDir(), 4<<20, blockdev.Options{BlockSize: 65536}, blockdevtest.Short())
 }
 
 func TestFileDirect(t *testing.T) {
@@ -181,10 +181,11 @@ func TestFileInMemory(t *testing.T) {
 		t.Skipf("no file system in memory: %v", err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	suite(t, dir, 2<<20, blockdev.Options{})
+	suite(t, dir, 2<<20, blockdev.Options{}, blockdevtest.Short())
 }
 
-// TestFileSystems runs the suite on file systems of their own, with and without the page cache.
+// TestFileSystems runs the suite on file systems of their own, with and without the
+// page cache. The long random parts are TestFile's.
 func TestFileSystems(t *testing.T) {
 	for _, fs := range []struct {
 		kind string
@@ -202,7 +203,7 @@ func TestFileSystems(t *testing.T) {
 				t.Skipf("no %s here", fs.kind)
 			}
 			dir := mount(t, fs.kind, 320<<20, fs.args...)
-			t.Run("Buffered", func(t *testing.T) { suite(t, dir, 2<<20, blockdev.Options{}) })
+			t.Run("Buffered", func(t *testing.T) { suite(t, dir, 2<<20, blockdev.Options{}, blockdevtest.Short()) })
 			t.Run("Direct", func(t *testing.T) { suite(t, dir, 2<<20, blockdev.Options{Direct: true}, blockdevtest.Short()) })
 		})
 	}
@@ -221,7 +222,7 @@ func TestOverlay(t *testing.T) {
 	dir := filepath.Join(base, "all")
 	run(t, "mount", "-t", "overlay", "-o", fmt.Sprintf("lowerdir=%s/lower,upperdir=%s/upper,workdir=%s/work", base, base, base), "overlay", dir)
 	t.Cleanup(func() { run(t, "umount", dir) })
-	suite(t, dir, 2<<20, blockdev.Options{})
+	suite(t, dir, 2<<20, blockdev.Options{}, blockdevtest.Short())
 }
 
 // TestDisks runs the suite on block devices.

@@ -110,6 +110,7 @@ type server struct {
 	httpAddr atomic.Pointer[string]
 	started  time.Time
 	draining atomic.Bool
+	busy     bool // the target could not be shut down for its storage
 }
 
 func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*settings, error)) (err error) {
@@ -205,18 +206,19 @@ func (sv *server) open(closer func(func())) error {
 		return err
 	}
 	sv.target = t
-	idle := true
-	closer(func() { idle = t.Close() == nil })
+	closer(func() { // the target first: it uses the devices
+		if sv.busy || t.Close() != nil {
+			return // it still waits for its storage, and so would a device's Close
+		}
+		for _, d := range sv.devs {
+			d.Close()
+		}
+	})
 	for _, n := range sv.s.Namespaces {
 		d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log})
 		if err != nil {
 			return fmt.Errorf("open %s: %w", n.Path, err)
 		}
-		closer(func() {
-			if idle { // else the target still waits for it, and so would Close
-				d.Close()
-			}
-		})
 		sv.devs = append(sv.devs, d)
 		if _, err := t.AddNamespace(n.NSID, d); err != nil {
 			return err
@@ -353,6 +355,7 @@ func (sv *server) shutdown() error {
 		}
 	}()
 	if err := sv.target.Shutdown(drain); err != nil {
+		sv.busy = errors.Is(err, target.ErrBusy) // it has waited for the storage long enough
 		return fmt.Errorf("shut down: %w", err)
 	}
 	drained := time.Since(start)

@@ -149,7 +149,9 @@ type conn struct {
 	sent      int  // bytes of the first reply that are in the socket
 	blocked   bool // the socket takes no more
 	blockedAt int64
-	stalled   bool // blocked for so long that the data was moved: gets no shared memory until it reads
+	lagging   int64 // nanotime since when there have always been replies that the socket did not take; 0: not so
+	payloadAt int64 // nanotime when cur got the memory for its payload
+	stalled   bool  // blocked for so long that the data was moved: gets no shared memory until it reads
 
 	slots    []slot
 	free     *slot
@@ -626,6 +628,7 @@ func (c *conn) has(s *slot) {
 	case s.cmd == cmdWrite:
 		s.state = slotPayload
 		c.got = 0
+		c.payloadAt = nanotime()
 	default:
 		c.cur = nil
 		c.submit(s)
@@ -739,8 +742,10 @@ func (c *conn) flush() bool {
 			return true
 		}
 		progress = true
-		c.stalled = false
 		c.took(n)
+		if c.queued == 0 {
+			c.stalled, c.lagging = false, 0
+		}
 		if n < want {
 			c.blocked = false // it moved: the time starts anew
 			c.block()
@@ -755,6 +760,9 @@ func (c *conn) block() {
 	if !c.blocked {
 		c.blocked = true
 		c.blockedAt = nanotime()
+		if c.lagging == 0 {
+			c.lagging = c.blockedAt
+		}
 	}
 }
 
@@ -847,7 +855,8 @@ func (c *conn) tick(now int64) {
 		c.cut(fmt.Sprintf("%s for %v (stall timeout)", what, t))
 		return
 	}
-	if still >= c.srv.cfg.evacuateAfter && c.dom.waiters.head != nil {
+	// A client that moves, but slowly, is in the others' way just like one that stands still.
+	if c.dom.waiters.head != nil {
 		c.evacuate(now)
 		c.publish()
 	}
@@ -856,7 +865,7 @@ func (c *conn) tick(now int64) {
 // evacuate moves the data of a client that stands still to memory of its own, so
 // that others get the queue's. The bytes still count against the connection.
 func (c *conn) evacuate(now int64) {
-	if c.blocked && time.Duration(now-c.blockedAt) >= c.srv.cfg.evacuateAfter {
+	if c.blocked && time.Duration(now-c.lagging) >= c.srv.cfg.evacuateAfter {
 		c.stalled = true
 		if s := c.cur; s != nil && s.state == slotMemory && !s.private {
 			// What it would get next would end in the same place: it leaves the line.
@@ -868,7 +877,7 @@ func (c *conn) evacuate(now int64) {
 			c.takeOut(c.out[(c.head+i)%len(c.out)])
 		}
 	}
-	if s := c.cur; s != nil && s.state == slotPayload && time.Duration(now-c.moved) >= c.srv.cfg.evacuateAfter {
+	if s := c.cur; s != nil && s.state == slotPayload && time.Duration(now-c.payloadAt) >= c.srv.cfg.evacuateAfter {
 		c.takeOut(s)
 	}
 }
@@ -878,7 +887,11 @@ func (c *conn) takeOut(s *slot) {
 		return
 	}
 	own := make([]byte, len(s.buf))
-	copy(own, s.buf)
+	if s.state == slotPayload {
+		copy(own, s.buf[:c.got]) // the rest is to come and its pages need not be there yet
+	} else {
+		copy(own, s.buf)
+	}
 	b := s.buf
 	s.buf, s.private, s.req.Buf = own, true, nil
 	c.dom.stats.evacuations.add(1)

@@ -19,7 +19,7 @@ func TestTrickles(t *testing.T) {
 			d.queues[0].open()
 			s := serve(t, d, func(c *Config) {
 				c.MaxPayload = memory
-				c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 50*time.Millisecond
+				c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, time.Second
 			})
 			slow, good := s.open(t, true), s.open(t, true)
 			data := make([]byte, memory)

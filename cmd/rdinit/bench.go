@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,8 +16,6 @@ import (
 	"rdblk/internal/config"
 	"rdblk/internal/histogram"
 	"rdblk/internal/version"
-
-	"golang.org/x/sys/unix"
 )
 
 const benchHelp = `Attaches the namespace for the time of the measurement and drives its queues directly, so that
@@ -111,20 +108,6 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			if err != nil {
 				return err
 			}
-			ctx, cancel := context.WithCancel(ctx)
-			defer cancel()
-			go func() {
-				for {
-					select {
-					case <-ctx.Done():
-						return
-					case sig := <-env.Signals:
-						if sig == unix.SIGINT || sig == unix.SIGTERM || sig == os.Interrupt {
-							cancel()
-						}
-					}
-				}
-			}()
 			r, err := runBench(ctx, dev, j)
 			if err != nil {
 				return err

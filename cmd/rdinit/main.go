@@ -27,7 +27,7 @@ func newProgram(env *cli.Env) *cli.Program {
 			"defaults, in this order. Exit codes: 0 done, 1 failed, 2 wrong command line or configuration.\n",
 		Commands: []*cli.Command{
 			newDiscoverCommand(env),
-			newAttachCommand(env),
+			newAttachCommand(env).WithOwnSignals(),
 			newDetachCommand(env),
 			newListCommand(env),
 			newStatusCommand(env),

@@ -26,7 +26,7 @@ func newProgram(env *cli.Env) *cli.Program {
 		Epilog: "Settings come from flags, RDTARGET_… environment variables, the file of --config, and\n" +
 			"defaults, in this order. Exit codes: 0 done, 1 failed, 2 wrong command line or configuration.\n",
 		Commands: []*cli.Command{
-			newServeCommand(env),
+			newServeCommand(env).WithOwnSignals(),
 			newCheckConfigCommand(env),
 			newStatusCommand(env),
 			newVersionCommand(env),

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
 )
 
 // Exit codes.
@@ -58,8 +59,16 @@ type Command struct {
 	Short string // one line for the list of commands
 	Long  string // paragraphs for its own help
 	Flags *pflag.FlagSet
+	// OwnSignals: the command reads Env.Signals itself. Otherwise SIGINT and SIGTERM end its context.
+	OwnSignals bool
 	// Run does the work. args are what the flags left over.
 	Run func(ctx context.Context, args []string) error
+}
+
+// WithOwnSignals sets OwnSignals.
+func (c *Command) WithOwnSignals() *Command {
+	c.OwnSignals = true
+	return c
 }
 
 // NewFlagSet makes a flag set that neither prints nor exits by itself and keeps flags in
@@ -137,10 +146,38 @@ func (p *Program) Main(ctx context.Context, env *Env, args []string) int {
 		}
 		return p.fail(env, c.Name, Usage(err))
 	}
+	if !c.OwnSignals {
+		var stop func()
+		ctx, stop = untilSignal(ctx, env)
+		defer stop()
+	}
 	if err := c.Run(ctx, c.Flags.Args()); err != nil {
+		if cause := context.Cause(ctx); errors.Is(cause, errStopped) {
+			err = fmt.Errorf("%w: %w", cause, err)
+		}
 		return p.fail(env, c.Name, err)
 	}
 	return ExitOK
+}
+
+var errStopped = errors.New("stopped")
+
+// untilSignal ends a context when the process is told to stop.
+func untilSignal(ctx context.Context, env *Env) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	go func() {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case sig := <-env.Signals:
+				if sig == unix.SIGINT || sig == unix.SIGTERM {
+					cancel(fmt.Errorf("%w by a signal (%v)", errStopped, sig))
+				}
+			}
+		}
+	}()
+	return ctx, func() { cancel(nil) }
 }
 
 func (p *Program) find(name string) *Command {

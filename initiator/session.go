@@ -441,8 +441,8 @@ func (s *Session) scan(ctx context.Context, c *controller, live bool) error {
 			f.g, f.err = geometryOf(lim, f.d)
 		} else if errors.Is(f.err, ErrNoNamespace) {
 			continue // went away meanwhile
-		} else if !isRefusal(f.err) && !errors.Is(f.err, ErrUnsupported) && !errors.Is(f.err, ErrProtocol) {
-			return f.err
+		} else if ctx.Err() != nil || !isRefusal(f.err) && !errors.Is(f.err, ErrUnsupported) && !errors.Is(f.err, ErrProtocol) {
+			return f.err // of the association, which may have ended for a breach of protocol, not of the namespace
 		}
 		found[id] = f
 	}

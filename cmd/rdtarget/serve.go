@@ -333,8 +333,9 @@ func (sv *server) shutdown() error {
 	defer stopTimer()
 	ctx, cancel := context.WithCancelCause(timeout)
 	defer cancel(nil)
-	// A target that has to be cut still waits up to 5 s for its storage; that is part of the time there is.
-	drain, cancelDrain := context.WithTimeout(ctx, max(sv.s.ShutdownTimeout-5*time.Second, sv.s.ShutdownTimeout/2))
+	// A target that has to be cut still waits up to 5 s for its storage, and what else there is to close
+	// takes another second; that is part of the time there is.
+	drain, cancelDrain := context.WithTimeout(ctx, max(sv.s.ShutdownTimeout-6500*time.Millisecond, sv.s.ShutdownTimeout/3))
 	defer cancelDrain()
 	done := make(chan struct{})
 	defer close(done)

@@ -89,13 +89,12 @@ func TestExecutorIsBoundedAndFair(t *testing.T) {
 	qa, qb := newQueue(t, a, w, QueueConfig{Executor: e, ArenaSize: -1}), newQueue(t, b, w, QueueConfig{Executor: e, ArenaSize: -1})
 	done := make(chan struct{}, 100)
 	answered := func(*Request) { done <- struct{}{} }
-	buf := make([]byte, 512)
 	w.Call(func() {
 		for i := range 20 {
-			qa.Submit(&Request{Op: OpRead, Off: int64(i) * 512, Buf: buf, Done: answered})
+			qa.Submit(&Request{Op: OpRead, Off: int64(i) * 512, Buf: make([]byte, 512), Done: answered})
 		}
 		for i := range 3 {
-			qb.Submit(&Request{Op: OpRead, Off: int64(i) * 512, Buf: buf, Done: answered})
+			qb.Submit(&Request{Op: OpRead, Off: int64(i) * 512, Buf: make([]byte, 512), Done: answered})
 		}
 	})
 	// Two run: the first of a and, as queues take turns, soon b. Before b's three are
@@ -136,10 +135,9 @@ func TestExecutorRunsInOrderOfArrival(t *testing.T) {
 	q := newQueue(t, d, w, QueueConfig{Executor: e, ArenaSize: -1})
 	var order []int64
 	done := make(chan struct{}, 10)
-	buf := make([]byte, 512)
 	w.Call(func() {
 		for i := range 10 {
-			q.Submit(&Request{Op: OpRead, Off: int64(i) * 512, Buf: buf, Done: func(r *Request) { order = append(order, r.Off/512); done <- struct{}{} }})
+			q.Submit(&Request{Op: OpRead, Off: int64(i) * 512, Buf: make([]byte, 512), Done: func(r *Request) { order = append(order, r.Off/512); done <- struct{}{} }})
 		}
 	})
 	for range 10 {

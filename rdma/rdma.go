@@ -56,6 +56,9 @@ type DeviceInfo struct {
 	MemWindows   bool // type 2B memory windows (AllocMW, OpBindMW)
 	SendInv      bool // OpSendInvalidate works
 	RNRRetry     bool // the transport waits for the peer to post a receive
+	// Autonomous devices serve the peer's requests, and flush, without anybody polling their
+	// CQs; a software provider does so inside Poll.
+	Autonomous bool
 }
 
 // A Device is an open RDMA device. Close it after everything made from it.

@@ -19,6 +19,7 @@ var mayImport = map[string][]string{
 	"rdblk/protocol":           {},
 	"rdblk/rdma":               {},
 	"rdblk/rdma/iwarp":         {"rdblk/rdma", "rdblk/internal/..."},
+	"rdblk/rdma/verbs":         {"rdblk/rdma", "rdblk/internal/..."},
 	"rdblk/blockdev":           {"rdblk/internal/..."},
 	"rdblk/target":             {"rdblk/protocol", "rdblk/rdma", "rdblk/blockdev", "rdblk/internal/..."},
 	"rdblk/initiator":          {"rdblk/protocol", "rdblk/rdma", "rdblk/blockdev", "rdblk/internal/..."},

@@ -90,11 +90,12 @@ func (c PairConfig) withDefaults() PairConfig {
 
 // Suite is an open provider with a listener.
 type Suite struct {
-	T    testing.TB
-	P    rdma.Provider
-	L    rdma.Listener
-	Addr netip.Addr
-	seen func(rdma.Device)
+	T      testing.TB
+	P      rdma.Provider
+	L      rdma.Listener
+	Addr   netip.Addr
+	seen   func(rdma.Device)
+	except map[string]string
 }
 
 // NewSuite listens on addr, any port.
@@ -307,7 +308,11 @@ func Until(t testing.TB, what string, step func(), cond func() bool) {
 // Settle polls both sides until nothing has moved for a while.
 func (p *Pair) Settle() {
 	p.T.Helper()
-	for quiet, start := 0, time.Now(); quiet < 200 || time.Since(start) < 2*time.Millisecond; quiet++ {
+	least := 2 * time.Millisecond
+	if p.A.Dev.Info().Autonomous {
+		least = 50 * time.Millisecond // what the device does meanwhile does not show in Poll
+	}
+	for quiet, start := 0, time.Now(); quiet < 200 || time.Since(start) < least; quiet++ {
 		if p.Progress() {
 			quiet = 0
 		}

@@ -238,6 +238,11 @@ func testWindowRights(s *Suite) {
 		{"Read on another connection", rdma.OpRead, rdma.AccessRemoteRead, a.At(off), 8, same, nil},
 	}
 	for _, tr := range tries {
+		if why := s.except["WindowRights/"+tr.what]; why != "" {
+			t.Logf("left out: %s: this device does not keep the contract here: %s", tr.what, why)
+			continue
+		}
+		t.Log(tr.what)
 		p := s.Connect(a, b, PairConfig{}, nil, func(e *End) { e.PostRecv(t, 1, 1<<20-64, 64) })
 		clear(a.Mem)
 		clear(b.Mem)

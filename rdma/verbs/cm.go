@@ -1,0 +1,579 @@
+//go:build cgo && linux && !noverbs
+
+package verbs
+
+/*
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"rdblk/rdma"
+)
+
+// Events of the connection manager, enum rdma_cm_event_type.
+const (
+	evAddrResolved   = 0
+	evAddrError      = 1
+	evRouteResolved  = 2
+	evRouteError     = 3
+	evConnectRequest = 4
+	evConnectError   = 6
+	evUnreachable    = 7
+	evRejected       = 8
+	evEstablished    = 9
+	evDisconnected   = 10
+	evDeviceRemoval  = 11
+)
+
+// rejectedByConsumer is the reason of a REJECTED event of InfiniBand that a peer's program sent.
+const rejectedByConsumer = 28
+
+// Private data that replies can carry on InfiniBand and RoCE.
+const (
+	maxAcceptIB = 196
+	maxRejectIB = 148
+)
+
+// rnrTimer is the code of 0.64 ms, what a receiver asks a sender to wait.
+const rnrTimer = 12
+
+// ackTimeout is the code of 268 ms, after which a device sends a request again; with 7 retries a peer that is gone is
+// noticed after some seconds. The connection manager's own choice takes up to half a minute.
+const ackTimeout = 16
+
+// asyncGrace is how long the end of an iWARP connection waits for the asynchronous event that tells why.
+const asyncGrace = 20 * time.Millisecond
+
+type cmEvent struct {
+	kind, status int
+	rr, depth    int
+	private      []byte
+}
+
+// conn is a connection identifier.
+type conn struct {
+	p             *Provider
+	dev           *device
+	token         uint64
+	active        bool
+	local, remote netip.AddrPort
+	req           *rdma.ConnectRequest
+	param         rdma.ConnParam // what was asked for
+
+	steps chan cmEvent  // address and route resolution
+	up    chan struct{} // closed when established, after est is set
+	est   rdma.Established
+	done  chan struct{}
+
+	sendable atomic.Bool  // requests may be posted
+	ending   atomic.Bool  // this side is ending it
+	ended    atomic.Bool  // done is closed
+	ord      atomic.Int32 // Reads that the peer serves
+	asyncErr atomic.Pointer[asyncError]
+
+	call sync.Mutex // held over a connect that may be long in the kernel; before mu
+
+	mu      sync.Mutex
+	id      *C.struct_vb_cm_id
+	q       *qp
+	started bool // Connect, Accept or Reject was called
+	isUp    bool
+	closed  bool
+	err     error
+}
+
+var _ rdma.Conn = (*conn)(nil)
+
+func (p *Provider) newConn(token uint64) *conn {
+	c := &conn{p: p, token: token, steps: make(chan cmEvent, 4), up: make(chan struct{}), done: make(chan struct{})}
+	c.ord.Store(-1)
+	return c
+}
+
+func (l *library) addConn(c *conn) {
+	l.mu.Lock()
+	l.conns[c.token] = c
+	l.mu.Unlock()
+}
+
+func (c *conn) Device() rdma.Device           { return c.dev }
+func (c *conn) LocalAddr() netip.AddrPort     { return c.local }
+func (c *conn) RemoteAddr() netip.AddrPort    { return c.remote }
+func (c *conn) Request() *rdma.ConnectRequest { return c.req }
+func (c *conn) Done() <-chan struct{}         { return c.done }
+
+func (c *conn) Err() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
+func (c *conn) wrap(op string, err error) error {
+	return &rdma.OpError{Op: op, Provider: providerName, Addr: c.remote, Err: err}
+}
+
+// step waits for an event of the resolution.
+func (c *conn) step(ctx context.Context, want int) error {
+	t := time.NewTimer(c.p.cfg.ResolveTimeout + time.Second)
+	defer t.Stop()
+	select {
+	case ev := <-c.steps:
+		if ev.kind == want {
+			return nil
+		}
+		return resolveError(syscall.Errno(max(ev.status, -ev.status)))
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-t.C:
+		return rdma.ErrTimeout
+	}
+}
+
+// event handles an event, on the goroutine that reads them.
+func (c *conn) event(ev cmEvent) {
+	switch ev.kind {
+	case evAddrResolved, evAddrError, evRouteResolved, evRouteError:
+		select {
+		case c.steps <- ev:
+		default:
+		}
+	case evEstablished:
+		c.established(ev)
+	case evRejected:
+		if c.dev.iwarp() || ev.status == rejectedByConsumer {
+			c.end(&rdma.RejectError{PrivateData: ev.private})
+			return
+		}
+		c.end(fmt.Errorf("connection refused: nobody listens there, or the connection manager of the peer refused it (reason %d)", ev.status))
+	case evUnreachable:
+		c.end(fmt.Errorf("%w: no answer (status %d)", rdma.ErrTimeout, ev.status))
+	case evConnectError:
+		c.end(fmt.Errorf("%w: connection failed (status %d)", rdma.ErrProtocol, ev.status))
+	case evDeviceRemoval:
+		c.fail(errors.New("the RDMA device was removed"))
+	case evDisconnected:
+		c.disconnected()
+	}
+}
+
+func (c *conn) established(ev cmEvent) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.isUp || c.ended.Load() || c.q == nil || c.q.q == nil {
+		return
+	}
+	c.isUp = true
+	if c.active {
+		ird, ord := ev.rr, ev.depth
+		if c.dev.iwarp() {
+			ird, ord = ord, ird // the kernel reports them crossed
+		}
+		c.est = rdma.Established{PrivateData: ev.private, IRD: min(c.param.ResponderResources, ird), ORD: min(c.param.InitiatorDepth, ord)}
+		c.ord.Store(int32(c.est.ORD))
+	}
+	if !c.dev.iwarp() {
+		C.vb_qp_rnr_timer(c.q.q, rnrTimer) // a courtesy to the peer; without it RNR costs 655 ms
+	}
+	c.sendable.Store(true)
+	close(c.up)
+}
+
+// disconnected handles the end of a connection that the peer or the network brought.
+func (c *conn) disconnected() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ended.Load() {
+		return
+	}
+	if c.dev.iwarp() {
+		if c.ending.Load() || c.asyncErr.Load() != nil {
+			c.endLocked(c.reason())
+			return
+		}
+		time.AfterFunc(asyncGrace, func() { c.end(c.reason()) })
+		return
+	}
+	err := rdma.ErrDisconnected
+	if c.q != nil && c.q.q != nil {
+		if !c.ending.Load() && int(C.vb_qp_state(c.q.q)) == C.VB_QPS_ERR {
+			err = fmt.Errorf("%w: the queue pair failed; a request was refused or broken", rdma.ErrProtocol)
+		}
+	}
+	c.endLocked(err)
+	c.cutLocked() // flushes, and answers the peer
+}
+
+func (c *conn) reason() error {
+	if e := c.asyncErr.Load(); e != nil {
+		return e.err
+	}
+	return rdma.ErrDisconnected
+}
+
+// end ends the connection for a reason; the first one counts.
+func (c *conn) end(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endLocked(err)
+}
+
+func (c *conn) endLocked(err error) {
+	if c.ended.Load() {
+		return
+	}
+	c.err = err
+	c.ended.Store(true)
+	close(c.done)
+}
+
+// fail ends the connection because something broke, and tells the peer.
+func (c *conn) fail(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endLocked(err)
+	if c.sendable.Load() {
+		c.cutLocked()
+	}
+}
+
+// cutLocked disconnects.
+func (c *conn) cutLocked() {
+	if c.id == nil || c.q == nil || c.q.q == nil {
+		return
+	}
+	l := c.p.lib
+	l.cm.Lock()
+	C.vb_cm_disconnect(c.id)
+	l.cm.Unlock()
+}
+
+// begin checks that a connection may be asked for or answered, once.
+func (c *conn) begin(active bool, op string, p *rdma.ConnParam, limit int) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.closed:
+		return rdma.ErrClosed
+	case c.active != active:
+		return invalid("%s on the wrong side of the connection", op)
+	case c.started:
+		return invalid("%s for the second time", op)
+	case c.q == nil:
+		return invalid("%s without a queue pair", op)
+	case len(p.PrivateData) > limit:
+		return invalid("%d bytes of private data; the device takes %d", len(p.PrivateData), limit)
+	case p.ResponderResources < 0 || p.InitiatorDepth < 0:
+		return invalid("negative read depth")
+	}
+	c.started = true
+	if c.ended.Load() {
+		return c.err
+	}
+	p.ResponderResources = min(p.ResponderResources, c.dev.info.MaxReadDepth)
+	p.InitiatorDepth = min(p.InitiatorDepth, c.dev.info.MaxReadDepth)
+	if p.RNRRetry == 0 || p.RNRRetry > 7 {
+		p.RNRRetry = 7
+	}
+	if p.Retry == 0 || p.Retry > 7 {
+		p.Retry = 7
+	}
+	return nil
+}
+
+// data is the address of private data.
+func data(b []byte) unsafe.Pointer {
+	if len(b) == 0 {
+		return nil
+	}
+	return unsafe.Pointer(&b[0])
+}
+
+func (c *conn) Connect(ctx context.Context, p rdma.ConnParam) (rdma.Established, error) {
+	err := c.begin(true, "connect", &p, c.dev.info.MaxPrivate)
+	if err == nil {
+		err = ctx.Err()
+		if err != nil {
+			c.end(err)
+		}
+	}
+	if err != nil {
+		return rdma.Established{}, c.wrap("connect", err)
+	}
+	c.param = p
+	// Some drivers open the TCP connection within the call.
+	go func() {
+		c.call.Lock()
+		defer c.call.Unlock()
+		c.mu.Lock()
+		id := c.id
+		gone := c.ended.Load() || c.closed || id == nil
+		c.mu.Unlock()
+		if gone {
+			c.end(rdma.ErrDisconnected)
+			return
+		}
+		e := C.vb_cm_connect(id, data(p.PrivateData), C.int(len(p.PrivateData)), C.int(p.ResponderResources), C.int(p.InitiatorDepth), C.int(p.Retry), C.int(p.RNRRetry))
+		if e != 0 {
+			c.end(errnoError(syscall.Errno(e)))
+		}
+	}()
+	return c.await(ctx, "connect")
+}
+
+// await waits until the connection is established or has failed.
+func (c *conn) await(ctx context.Context, op string) (rdma.Established, error) {
+	select {
+	case <-c.up:
+		return c.est, nil
+	default:
+	}
+	select {
+	case <-c.up:
+		return c.est, nil
+	case <-c.done:
+	case <-ctx.Done():
+		c.end(ctx.Err())
+	}
+	return rdma.Established{}, c.wrap(op, c.Err())
+}
+
+func (c *conn) replyLimit(ib int) int {
+	if c.dev.iwarp() {
+		return c.dev.info.MaxPrivate
+	}
+	return ib
+}
+
+func (c *conn) Accept(ctx context.Context, p rdma.ConnParam) (rdma.Established, error) {
+	if err := c.begin(false, "accept", &p, c.replyLimit(maxAcceptIB)); err != nil {
+		return rdma.Established{}, c.wrap("accept", err)
+	}
+	p.ResponderResources = min(p.ResponderResources, c.req.InitiatorDepth)
+	p.InitiatorDepth = min(p.InitiatorDepth, c.req.ResponderResources)
+	c.param = p
+	c.est = rdma.Established{IRD: p.ResponderResources, ORD: p.InitiatorDepth}
+	c.ord.Store(int32(p.InitiatorDepth))
+	c.mu.Lock()
+	e := C.int(unix.ECONNRESET)
+	if !c.ended.Load() && c.id != nil && c.q.q != nil {
+		// The owner may see the peer's first message, and answer it, before the event is here.
+		c.sendable.Store(true)
+		e = C.vb_cm_accept(c.id, data(p.PrivateData), C.int(len(p.PrivateData)), C.int(p.ResponderResources), C.int(p.InitiatorDepth), C.int(p.RNRRetry))
+		if e != 0 {
+			c.endLocked(errnoError(syscall.Errno(e)))
+		}
+	}
+	c.mu.Unlock()
+	if e != 0 {
+		return rdma.Established{}, c.wrap("accept", c.Err())
+	}
+	return c.await(ctx, "accept")
+}
+
+func (c *conn) Reject(private []byte) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch limit := c.replyLimit(maxRejectIB); {
+	case c.closed:
+		return rdma.ErrClosed
+	case c.active || c.started:
+		return c.wrap("reject", invalid("there is no request to reject"))
+	case len(private) > limit:
+		return c.wrap("reject", invalid("%d bytes of private data; the device takes %d", len(private), limit))
+	}
+	c.started = true
+	if c.ended.Load() {
+		return nil // it has gone by itself
+	}
+	e := C.vb_cm_reject(c.id, data(private), C.int(len(private)))
+	c.endLocked(fmt.Errorf("%w: rejected by this side", rdma.ErrDisconnected))
+	if e != 0 {
+		return c.wrap("reject", errnoError(syscall.Errno(e)))
+	}
+	return nil
+}
+
+func (c *conn) Disconnect() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return rdma.ErrClosed
+	}
+	if c.ending.Swap(true) || c.ended.Load() {
+		return nil
+	}
+	if c.sendable.Load() {
+		c.cutLocked()
+	}
+	c.endLocked(rdma.ErrDisconnected)
+	return nil
+}
+
+func (c *conn) Close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil
+	}
+	c.closed = true
+	if c.q != nil && c.q.q != nil {
+		// The queue pair is its owner's: cut the connection, the id goes with the queue pair.
+		if !c.ended.Load() && c.sendable.Load() {
+			c.ending.Store(true)
+			c.cutLocked()
+		}
+		c.endLocked(rdma.ErrClosed)
+		return nil
+	}
+	c.endLocked(rdma.ErrClosed)
+	c.destroyLocked()
+	return nil
+}
+
+// destroyLocked destroys the id. An unanswered request is refused by that.
+func (c *conn) destroyLocked() {
+	if c.id == nil {
+		return
+	}
+	l := c.p.lib
+	l.mu.Lock()
+	delete(l.conns, c.token)
+	l.mu.Unlock()
+	l.cm.Lock()
+	C.vb_cm_destroy(c.id)
+	l.cm.Unlock()
+	c.id = nil
+}
+
+// listener hands out connection requests.
+type listener struct {
+	p     *Provider
+	token uint64
+	id    *C.struct_vb_cm_id
+	addr  netip.AddrPort
+	queue chan *conn
+	stop  chan struct{}
+
+	mu     sync.Mutex
+	closed bool
+}
+
+// Listen opens a listener. On a wildcard address it listens on all devices.
+func (p *Provider) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.Listener, error) {
+	fail := func(err error) (rdma.Listener, error) {
+		return nil, &rdma.OpError{Op: "listen", Provider: providerName, Addr: addr, Err: err}
+	}
+	if !addr.IsValid() {
+		return fail(fmt.Errorf("%w: no address", rdma.ErrInvalid))
+	}
+	if cfg.Backlog <= 0 {
+		cfg.Backlog = 128
+	}
+	if cfg.MaxPending <= 0 {
+		cfg.MaxPending = 256
+	}
+	l := &listener{p: p, token: p.lib.token(), queue: make(chan *conn, cfg.MaxPending), stop: make(chan struct{})}
+	if e := C.vb_cm_create(p.lib.channel, C.uint64_t(l.token), &l.id); e != 0 {
+		return fail(errnoError(syscall.Errno(e)))
+	}
+	p.lib.mu.Lock()
+	p.lib.listeners[l.token] = l
+	p.lib.mu.Unlock()
+	e := C.vb_cm_bind(l.id, unsafe.Pointer(sockaddr(addr)))
+	if e == 0 {
+		e = C.vb_cm_listen(l.id, C.int(cfg.Backlog))
+	}
+	if e != 0 {
+		l.Close()
+		if err := syscall.Errno(e); err == unix.ENODEV || err == unix.EADDRNOTAVAIL {
+			return fail(fmt.Errorf("%w: no RDMA device has this address", err))
+		}
+		return fail(errnoError(syscall.Errno(e)))
+	}
+	l.addr = addrOf(unsafe.Pointer(&l.id.src_addr[0]))
+	if !l.addr.IsValid() || l.addr.Port() == 0 {
+		l.addr = addr
+	}
+	return l, nil
+}
+
+// request takes a connection request, on the goroutine that reads events.
+func (l *listener) request(token uint64, id *C.struct_vb_cm_id, ev cmEvent) {
+	c := l.p.newConn(token)
+	c.id = id
+	C.vb_cm_ack_timeout(id, ackTimeout)
+	var err error
+	if c.dev, err = l.p.device(id.verbs); err == nil {
+		c.local, c.remote = addrOf(unsafe.Pointer(&id.src_addr[0])), addrOf(unsafe.Pointer(&id.dst_addr[0]))
+		c.req = &rdma.ConnectRequest{PrivateData: ev.private, ResponderResources: ev.depth, InitiatorDepth: ev.rr}
+		l.p.lib.addConn(c)
+		l.mu.Lock()
+		if !l.closed {
+			select {
+			case l.queue <- c:
+				l.mu.Unlock()
+				return
+			default: // too many wait already
+			}
+		}
+		l.mu.Unlock()
+	} else {
+		l.p.cfg.Logger.Error("connection request dropped", "err", err)
+	}
+	c.Close()
+}
+
+func (l *listener) Accept() (rdma.Conn, error) {
+	select {
+	case <-l.stop:
+		return nil, rdma.ErrClosed
+	default:
+	}
+	select {
+	case c := <-l.queue:
+		return c, nil
+	case <-l.stop:
+		return nil, rdma.ErrClosed
+	}
+}
+
+func (l *listener) Addr() netip.AddrPort { return l.addr }
+
+func (l *listener) Close() error {
+	l.mu.Lock()
+	if l.closed {
+		l.mu.Unlock()
+		return nil
+	}
+	l.closed = true
+	close(l.stop)
+	l.mu.Unlock()
+	lib := l.p.lib
+	lib.mu.Lock()
+	delete(lib.listeners, l.token)
+	lib.mu.Unlock()
+	lib.cm.Lock()
+	C.vb_cm_destroy(l.id)
+	lib.cm.Unlock()
+	for {
+		select {
+		case c := <-l.queue:
+			c.Close()
+		default:
+			return nil
+		}
+	}
+}

@@ -47,7 +47,7 @@ func FromBackend(name string, b backend.Backend, o Options) (Device, error) {
 	if size, err = o.wholeBlocks(name, size, bs); err != nil {
 		return nil, err
 	}
-	d := &backendDevice{b: b, locks: newRangeLocks(MaxBlockSize, 256), flush: newFlusher(name, b.Sync)}
+	d := &backendDevice{b: b, locks: newRangeLocks(MaxBlockSize, 256), flush: newFlusher(name, b.Sync, o.OnFlushFailed)}
 	d.info = Info{Name: name, BlockSize: bs, PhysBlock: max(bs, os.Getpagesize()), WriteCache: true, ReadOnly: o.ReadOnly}
 	d.size.Store(size)
 	return d, nil

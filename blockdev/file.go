@@ -350,9 +350,16 @@ func (d *file) pwriteFUA(p []byte, off int64) error {
 			return d.pwriteFlush(whole, at)
 		case noSpace(err):
 			// Did the write find no room, which harms nobody else, or its write-back,
-			// which may have lost what others wrote? Write again: no room again is the former. Else
-			// ask by a flush through the main descriptor, which has not heard of an error yet.
-			return d.pwriteFlush(whole, at)
+			// which may have lost what others wrote? Write again, and ask by a flush through the
+			// main descriptor, which has not heard of an error yet. At once, even if there is no room
+			// again: this descriptor has been told, and nobody would be any more after our death.
+			if err := d.pwrite(whole, at); err != nil {
+				if lost := d.flush.Flush(); lost != nil {
+					return lost
+				}
+				return err
+			}
+			return d.flush.Flush()
 		default:
 			d.flush.fail(d.fail("durable write", at, int64(len(whole)), err))
 			return err

@@ -13,8 +13,9 @@ import (
 // file: of two fdatasync calls that overlap, one gets the error and the other
 // success, though its data may be what was lost.
 type flusher struct {
-	name string
-	sync func() error
+	name   string
+	sync   func() error
+	report func(error) // nil, or told of each failure
 
 	mu      sync.Mutex
 	ended   sync.Cond
@@ -23,10 +24,12 @@ type flusher struct {
 	done    uint64 // syncs ended
 	waiting int    // callers that wait for a sync to end
 	failed  atomic.Pointer[error]
+
+	reporting sync.Mutex // held until report has returned
 }
 
-func newFlusher(name string, sync func() error) *flusher {
-	f := &flusher{name: name, sync: sync}
+func newFlusher(name string, sync func() error, report func(error)) *flusher {
+	f := &flusher{name: name, sync: sync, report: report}
 	f.ended.L = &f.mu
 	return f
 }
@@ -51,25 +54,37 @@ func (f *flusher) Flush() error {
 		f.begun++
 		f.mu.Unlock()
 		err := f.sync()
+		if err != nil {
+			err = fmt.Errorf("%s: flush: %w", f.name, err)
+			f.fail(err)
+		}
 		f.mu.Lock()
 		f.running = false
 		f.done++
 		f.ended.Broadcast()
 		if err != nil {
-			err = fmt.Errorf("%s: flush: %w", f.name, err)
-			f.fail(err)
 			return err
 		}
 	}
 	return f.Failed()
 }
 
-// fail makes the device failed for ever.
-func (f *flusher) fail(err error) { f.failed.CompareAndSwap(nil, &err) }
+// fail makes the device failed for ever, at once. Whoever keeps account hears of it
+// before anybody else does, and of every failure: each may be news that the kernel tells once.
+func (f *flusher) fail(err error) {
+	f.reporting.Lock()
+	defer f.reporting.Unlock()
+	f.failed.CompareAndSwap(nil, &err)
+	if f.report != nil {
+		f.report(err)
+	}
+}
 
 // Failed is the error of every durable operation after the first failure, or nil.
 func (f *flusher) Failed() error {
 	if first := f.failed.Load(); first != nil {
+		f.reporting.Lock() // not before it is on record
+		f.reporting.Unlock()
 		return fmt.Errorf("%w (%w)", ErrFlushFailed, *first)
 	}
 	return nil

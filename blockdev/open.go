@@ -33,6 +33,12 @@ type Options struct {
 	// NoLock serves without a lock, for file systems that have none. Nothing then
 	// keeps a second server from destroying the content.
 	NoLock bool
+	// OnFlushFailed is called whenever a Flush or a FUA write finds that earlier writes
+	// may be lost, on the goroutine of that call and before anybody hears of it by an
+	// error; it must not call the device. The kernel tells of a failed write-back once, so
+	// that a store opened anew looks clean: who wants to know then must remember it.
+	// It may be called more than once, for one device not concurrently. nil = nobody is told.
+	OnFlushFailed func(error)
 	// Logger gets warnings; nil = none.
 	Logger *slog.Logger
 }
@@ -184,7 +190,7 @@ func openFile(path string, o Options) (_ Device, err error) {
 	} else {
 		d.locks = newRangeLocks(MaxBlockSize, 256)
 	}
-	d.flush = newFlusher(path, d.fdatasync)
+	d.flush = newFlusher(path, d.fdatasync, o.OnFlushFailed)
 	return d, nil
 }
 

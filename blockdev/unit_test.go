@@ -120,7 +120,7 @@ func TestRangeLocksExcludeAndLetGo(t *testing.T) {
 func TestFlushesAreShared(t *testing.T) {
 	enter, leave := make(chan int), make(chan error)
 	var n atomic.Int32
-	f := newFlusher("x", func() error { enter <- int(n.Add(1)); return <-leave })
+	f := newFlusher("x", func() error { enter <- int(n.Add(1)); return <-leave }, nil)
 	done := make(chan error)
 	flush := func() { done <- f.Flush() }
 	go flush()
@@ -163,7 +163,7 @@ func TestFlushesAreShared(t *testing.T) {
 
 func TestAFailedFlushFailsAllThatWait(t *testing.T) {
 	enter, leave := make(chan struct{}), make(chan error)
-	f := newFlusher("x", func() error { enter <- struct{}{}; return <-leave })
+	f := newFlusher("x", func() error { enter <- struct{}{}; return <-leave }, nil)
 	done := make(chan error)
 	go func() { done <- f.Flush() }()
 	<-enter
@@ -197,11 +197,55 @@ func TestAFailedFlushFailsAllThatWait(t *testing.T) {
 	}
 }
 
+// Whoever keeps account of failures has done so before anybody is told of one: the
+// caller, those who wait, those who come later.
+func TestAFailureIsOnRecordBeforeItIsTold(t *testing.T) {
+	for _, durable := range []bool{false, true} { // by a flush, by a durable write
+		enter, leave := make(chan struct{}), make(chan error)
+		told, record := make(chan error), make(chan struct{})
+		var recorded atomic.Int32
+		f := newFlusher("x", func() error { enter <- struct{}{}; return <-leave },
+			func(err error) { told <- err; <-record; recorded.Add(1) })
+		done := make(chan int32)
+		call := func(do func() error) {
+			if err := do(); !errors.Is(err, unix.EIO) {
+				t.Errorf("%v", err)
+			}
+			done <- recorded.Load()
+		}
+		if durable {
+			go call(func() error { f.fail(unix.EIO); return unix.EIO })
+		} else {
+			go call(f.Flush)
+			<-enter
+			go call(f.Flush)
+			leave <- unix.EIO
+		}
+		if err := <-told; !errors.Is(err, unix.EIO) {
+			t.Errorf("reported %v", err)
+		}
+		go call(f.Failed)
+		select {
+		case <-done:
+			t.Error("somebody was told first")
+		case <-time.After(20 * time.Millisecond):
+		}
+		close(record)
+		for range map[bool]int{false: 3, true: 2}[durable] {
+			if n := <-done; n != 1 {
+				t.Errorf("told when %d were on record", n)
+			}
+		}
+		go f.fail(unix.EIO) // another durable write that was on its way: news again
+		<-told
+	}
+}
+
 // A durable write that failed while a flush was running: the flush may have been
 // the one that did not hear of it.
 func TestAFlushBesideAFailureIsNoSuccess(t *testing.T) {
 	enter, leave := make(chan struct{}), make(chan error)
-	f := newFlusher("x", func() error { enter <- struct{}{}; return <-leave })
+	f := newFlusher("x", func() error { enter <- struct{}{}; return <-leave }, nil)
 	done := make(chan error)
 	go func() { done <- f.Flush() }()
 	<-enter

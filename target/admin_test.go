@@ -298,7 +298,8 @@ func TestFeatures(t *testing.T) {
 }
 
 func TestLogPages(t *testing.T) {
-	r := newRig(t, Config{Firmware: "7.1"}, memDevice(t, 1<<20))
+	var losses atomic.Uint64
+	r := newRig(t, Config{Firmware: "7.1", UnsafeShutdowns: losses.Load}, memDevice(t, 1<<20))
 	s := r.attach(sessionOptions{queues: 1})
 	q := s.io[0]
 	q.ok(q.rw(protocol.OpWrite, 0, 65536, 0, 0))
@@ -332,6 +333,14 @@ func TestLogPages(t *testing.T) {
 	smart.UnmarshalBinary(s.log(protocol.LogSmart, 0, 512, true))
 	if smart.PowerCycles.Lo != bootNumber() || smart.PowerCycles.Lo == 0 {
 		t.Errorf("power cycles %d", smart.PowerCycles.Lo)
+	}
+	if smart.UnsafeShutdowns.Lo != 0 {
+		t.Errorf("unsafe shutdowns %d", smart.UnsafeShutdowns.Lo)
+	}
+	losses.Store(1 << 40) // while it runs
+	smart.UnmarshalBinary(s.log(protocol.LogSmart, 0, 512, true))
+	if smart.UnsafeShutdowns.Lo != 1<<40 {
+		t.Errorf("unsafe shutdowns %d", smart.UnsafeShutdowns.Lo)
 	}
 	if smart.HostWrites.Lo != 1 || smart.DataUnitsWritten.Lo != 1 || smart.ErrorLogEntries.Lo != 101 || smart.CriticalWarning != 0 {
 		t.Errorf("health log: %+v", smart)

@@ -121,6 +121,9 @@ func (t *Target) smartLog(c *controller) []byte {
 		PowerOnHours: protocol.Uint128{Lo: uint64(t.uptime().Hours())},
 		MediaErrors:  protocol.Uint128{Lo: media}, ErrorLogEntries: protocol.Uint128{Lo: errs},
 	}
+	if f := t.cfg.UnsafeShutdowns; f != nil {
+		d.UnsafeShutdowns.Lo = f()
+	}
 	b, _ := d.AppendBinary(nil)
 	return b
 }

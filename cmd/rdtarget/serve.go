@@ -18,6 +18,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
+	"rdblk/internal/losses"
 	"rdblk/internal/metrics"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
@@ -104,6 +105,7 @@ type server struct {
 	bound []netip.AddrPort          // as bound, port 0 filled in
 
 	devs     []blockdev.Device
+	losses   []*losses.Counter // of each device; nil if its content ends with the process
 	target   *target.Target
 	provider *iwarp.Provider
 	entry    *control.Entry
@@ -201,6 +203,7 @@ func (sv *server) open(closer func(func())) error {
 	c := sv.s.targetConfig()
 	c.Logger = sv.log
 	c.Hosts, c.AllowAnyHost = sv.s.hostsInForce(sv.addrs)
+	c.UnsafeShutdowns = sv.unsafeShutdowns
 	t, err := target.New(c)
 	if err != nil {
 		return err
@@ -210,21 +213,49 @@ func (sv *server) open(closer func(func())) error {
 		if sv.busy || t.Close() != nil {
 			return // it still waits for its storage, and so would a device's Close
 		}
+		for _, c := range sv.losses {
+			if c != nil {
+				c.Close()
+			}
+		}
 		for _, d := range sv.devs {
 			d.Close()
 		}
 	})
 	for _, n := range sv.s.Namespaces {
-		d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log})
+		var count *losses.Counter // set before anybody can use the device
+		d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log,
+			OnFlushFailed: func(err error) {
+				if count != nil {
+					count.Add(err)
+				}
+			}})
 		if err != nil {
 			return fmt.Errorf("open %s: %w", n.Path, err)
 		}
 		sv.devs = append(sv.devs, d)
+		if info := d.Info(); !info.ReadOnly {
+			if key := losses.Key(n.Path, info); key != "" {
+				count = losses.Open(losses.DefaultDir(), key, sv.log)
+			}
+		}
+		sv.losses = append(sv.losses, count)
 		if _, err := t.AddNamespace(n.NSID, d); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// unsafeShutdowns is how often what is served here may have lost writes since the
+// machine booted, under earlier servers too.
+func (sv *server) unsafeShutdowns() (n uint64) {
+	for _, c := range sv.losses {
+		if c != nil {
+			n += c.Count()
+		}
+	}
+	return n
 }
 
 // providerName is the only provider of this release.
@@ -357,6 +388,16 @@ func (sv *server) shutdown() error {
 	}()
 	if err := sv.target.Shutdown(drain); err != nil {
 		sv.busy = errors.Is(err, target.ErrBusy) // it has waited for the storage long enough
+		if sv.busy {
+			// Among what it still does may be a flush that fails when nobody listens any more. (A
+			// shutdown that was merely cut has lost nothing: what was written is the kernel's, which
+			// tells the next server if it cannot store it.)
+			for _, c := range sv.losses {
+				if c != nil {
+					c.Add(err)
+				}
+			}
+		}
 		return fmt.Errorf("shut down: %w", err)
 	}
 	drained := time.Since(start)
@@ -368,29 +409,38 @@ func (sv *server) shutdown() error {
 	return nil
 }
 
-// flush flushes all devices at once and waits no longer than ctx.
+// flush flushes all devices at once and waits no longer than ctx. A flush that is
+// left without an answer may fail when nobody listens any more: it counts as failed.
 func (sv *server) flush(ctx context.Context) error {
 	type result struct {
-		dev string
+		i   int
 		err error
 	}
 	results := make(chan result, len(sv.devs))
-	n := 0
-	for _, d := range sv.devs {
+	waiting := map[int]string{}
+	for i, d := range sv.devs {
 		if info := d.Info(); !info.ReadOnly {
-			n++
-			go func() { results <- result{info.Name, d.Flush()} }()
+			waiting[i] = info.Name
+			go func() { results <- result{i, d.Flush()} }()
 		}
 	}
 	var errs []error
-	for range n {
+	for len(waiting) > 0 {
 		select {
 		case r := <-results:
 			if r.err != nil {
-				errs = append(errs, fmt.Errorf("flush %s: %w", r.dev, r.err))
+				errs = append(errs, fmt.Errorf("flush %s: %w", waiting[r.i], r.err))
 			}
+			delete(waiting, r.i)
 		case <-ctx.Done():
-			return errors.Join(append(errs, fmt.Errorf("flush: no answer from the storage: %w", context.Cause(ctx)))...)
+			for i, name := range waiting {
+				err := fmt.Errorf("flush %s: no answer from the storage: %w", name, context.Cause(ctx))
+				if c := sv.losses[i]; c != nil {
+					c.Add(err)
+				}
+				errs = append(errs, err)
+			}
+			return errors.Join(errs...)
 		}
 	}
 	return errors.Join(errs...)

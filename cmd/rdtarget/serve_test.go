@@ -1,8 +1,11 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"io"
+	"log/slog"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -10,8 +13,11 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+	"time"
 
+	"rdblk/blockdev"
 	"rdblk/internal/cli/clitest"
+	"rdblk/internal/losses"
 	"rdblk/internal/version"
 
 	"golang.org/x/sys/unix"
@@ -305,5 +311,46 @@ func TestPrecedenceOnTheCommand(t *testing.T) {
 		}
 		r.Signal(unix.SIGTERM)
 		r.Wait(t)
+	}
+}
+
+// stuck is a device whose flush has no answer before the test ends, or fails.
+type stuck struct {
+	blockdev.Device
+	name  string
+	flush func() error
+}
+
+func (d stuck) Info() blockdev.Info { return blockdev.Info{Name: d.name} }
+func (d stuck) Flush() error        { return d.flush() }
+
+// A flush that has no answer when the program must end counts as failed; those that
+// have one count themselves.
+func TestFlushWithoutAnAnswerIsCounted(t *testing.T) {
+	dir := filepath.Join(clitest.Dir(t), "losses")
+	release := make(chan struct{})
+	defer close(release)
+	sv := &server{}
+	for _, d := range []stuck{
+		{name: "good", flush: func() error { return nil }},
+		{name: "hangs", flush: func() error { <-release; return nil }},
+		{name: "bad", flush: func() error { return unix.EIO }},
+	} {
+		c := losses.Open(dir, d.name, slog.New(slog.DiscardHandler))
+		defer c.Close()
+		sv.devs, sv.losses = append(sv.devs, d), append(sv.losses, c)
+	}
+	sv.devs, sv.losses = append(sv.devs, sv.devs[1]), append(sv.losses, nil) // one that is not kept account of
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	err := sv.flush(ctx)
+	if err == nil || !errors.Is(err, unix.EIO) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush hangs: no answer") {
+		t.Errorf("%v", err)
+	}
+	if g, h, b := sv.losses[0].Count(), sv.losses[1].Count(), sv.losses[2].Count(); g != 0 || h != 1 || b != 0 {
+		t.Errorf("counted %d, %d, %d", g, h, b)
+	}
+	if n := sv.unsafeShutdowns(); n != 1 {
+		t.Errorf("%d unsafe shutdowns", n)
 	}
 }

@@ -65,14 +65,37 @@ func checkDir(dir string) error {
 	if err != nil {
 		return fmt.Errorf("run directory: %w", err)
 	}
+	if err := private(fi); err != nil {
+		return fmt.Errorf("run directory %s: %w, or choose another with --run-dir", dir, err)
+	}
+	return nil
+}
+
+// EnsurePrivateDir is EnsureDir for a directory whose place nobody chooses.
+func EnsurePrivateDir(dir string) error {
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	fi, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	if err := private(fi); err != nil {
+		return fmt.Errorf("%s: %w", dir, err)
+	}
+	return nil
+}
+
+// private says what keeps a directory from being this user's alone, and what to do.
+func private(fi os.FileInfo) error {
 	st, ok := fi.Sys().(*syscall.Stat_t)
 	switch {
 	case !fi.IsDir():
-		return fmt.Errorf("run directory %s: it is not a directory (remove it, or choose another with --run-dir)", dir)
+		return errors.New("it is not a directory: remove it")
 	case !ok || int(st.Uid) != os.Geteuid():
-		return fmt.Errorf("run directory %s: it belongs to another user (choose another with --run-dir)", dir)
+		return errors.New("it belongs to another user: have it removed")
 	case fi.Mode().Perm()&0o077 != 0:
-		return fmt.Errorf("run directory %s: others have access to it (mode %04o): chmod 700 it, or choose another with --run-dir", dir, fi.Mode().Perm())
+		return fmt.Errorf("others have access to it (mode %04o): chmod 700 it", fi.Mode().Perm())
 	}
 	return nil
 }

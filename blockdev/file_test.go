@@ -626,16 +626,24 @@ func TestTryDoesNotWaitForTheDisk(t *testing.T) {
 			must(t, "read", d.ReadAt(got, at))
 			must(t, "try read of what was read", soon(func() error { return d.TryReadAt(got, at) }, func() error { return nil }))
 
-			// Half in memory: nothing is answered by half.
+			// Half in memory: nothing is answered by half. The kernel reads ahead what the
+			// first look missed and may be done by the second, so both answers are good.
 			big := blockdevtest.Buffer(256 << 10)
-			refused("try read of a range that is half in memory", func() {
+			for range 20 {
+				evict(t, file)
 				f, err := os.Open(file)
 				must(t, "open", err)
-				defer f.Close()
 				unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_RANDOM) // no read-ahead
 				_, err = f.ReadAt(got, 0)
+				f.Close()
 				must(t, "read the first page", err)
-			}, func() error { return d.TryReadAt(big, 0) })
+				clear(big)
+				switch err := d.TryReadAt(big, 0); {
+				case errors.Is(err, blockdev.ErrWouldBlock):
+				case err != nil || !bytes.Equal(big, p[:len(big)]):
+					t.Fatalf("try read of a range that is half in memory: %v, or half an answer", err)
+				}
+			}
 			must(t, "read", blockdevtest.ViaTry(d).ReadAt(big, 0))
 			if !bytes.Equal(big, p[:len(big)]) {
 				t.Error("wrong content")

@@ -82,13 +82,15 @@
 // A lost write cache. Writes that were acknowledged and not flushed are in the target's
 // cache. If its process dies they are still in its kernel's; if its machine dies they
 // are gone, and after the reconnect reads would see older data and a Flush would
-// succeed without them. The device knows whether it has such writes. After a reconnect
-// it compares what the SMART log says of power cycles and unsafe shutdowns with what it
-// said before; if either differs the cache was lost, and everything fails with
-// ErrCacheLost until the device is attached anew (and what is on it is checked and
+// succeed without them. So they are if its kernel failed to store them and told a
+// process that has ended since. The device knows whether it has such writes. After a
+// reconnect it compares what the SMART log says of power cycles and unsafe shutdowns
+// with what it said before; if either differs the cache was lost, and everything fails
+// with ErrCacheLost until the device is attached anew (and what is on it is checked and
 // repaired like after any crash). rdtarget's power cycles change with each boot of its
-// machine. A target that counts neither, as Linux's and SPDK's, cannot be caught at
-// this: a warning says so. What would close the gap for every target is to keep
+// machine, and its unsafe shutdowns whenever a flush of one of its stores failed, or
+// had no answer when it ended. A target that counts neither, as Linux's and SPDK's,
+// cannot be caught at this: a warning says so. What would close the gap for every target is to keep
 // unflushed writes and send them again, as NFS clients do; nothing here stands in the
 // way (namespace.mark and flushDone know what a Flush covered).
 //

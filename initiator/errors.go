@@ -26,10 +26,11 @@ var (
 	// the one that was attached: another identity, another block size or a smaller
 	// size. Requests fail with it, so that nothing is written to a different disk.
 	ErrChanged = errors.New("the namespace is not the one that was attached")
-	// ErrCacheLost says that the target crashed with acknowledged writes in its
-	// volatile cache that had not been flushed. They are gone, so reads would see older
-	// data and a flush would promise what is not there: everything fails until the
-	// device is attached anew. It is blockdev.ErrFlushFailed too.
+	// ErrCacheLost says that the target crashed, or failed to store what it had, with
+	// acknowledged writes in its volatile cache that had not been flushed. They are
+	// gone, so reads would see older data and a flush would promise what is not there:
+	// everything fails until the device is attached anew. It is
+	// blockdev.ErrFlushFailed too.
 	ErrCacheLost = fmt.Errorf("the target lost acknowledged writes that had not been flushed: %w", blockdev.ErrFlushFailed)
 	// ErrNoNamespace says that the target has no such namespace.
 	ErrNoNamespace = errors.New("no such namespace")

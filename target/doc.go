@@ -73,6 +73,18 @@
 // everything it handed to the back end has ended before the Connect is answered,
 // so that a late write cannot land on top of what the host does next.
 //
+// # Durability
+//
+// A response to Flush, or to a write with FUA, is sent after the store has said that
+// it is done. What it has failed is failed for all hosts from then on, as package
+// blockdev says. That ends with the process, and acknowledged writes that were not
+// flushed may be lost with the machine; a host learns of either when it comes back, by
+// numbers of the SMART log that it compares with those it knew: power cycles change with
+// each boot (Config.PowerCycles), unsafe shutdowns when a store may have lost writes
+// (Config.UnsafeShutdowns, for which the caller has to remember failures beyond the
+// process: blockdev.Options.OnFlushFailed tells of them). The log is one for
+// the subsystem: hosts of all its namespaces notice.
+//
 // # What it does not do
 //
 // It reads no configuration, environment or signals, exports no metrics (Stats

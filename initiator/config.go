@@ -50,7 +50,11 @@ type Config struct {
 	// HostID identifies this attachment. A target that sees the same (HostNQN, HostID)
 	// again takes it for the same host coming back after a loss and ends the old
 	// association, so it must not be shared by attachments that live at the same time.
-	// Zero: a random one.
+	// It should be of the form of protocol.SinglePathHostID: only then rdtarget knows
+	// the host also when its address has changed. To have a process that was killed
+	// replaced by its successor, with nothing of it landing later, give both the same,
+	// made of what they have in common and no other attachment has. Zero: a random one
+	// of that form, which covers the losses of this session and not its end by a kill.
 	HostID protocol.UUID
 	// SubNQN is the subsystem. Empty: ask discovery at Addr and take the only NVM
 	// subsystem.
@@ -126,7 +130,7 @@ type Config struct {
 func (c Config) withDefaults() Config {
 	c.Addr = defaultPort(c.Addr)
 	if c.HostID.IsZero() {
-		c.HostID = protocol.RandomUUID()
+		c.HostID = protocol.RandomSinglePathHostID()
 	}
 	if c.HostNQN == "" {
 		c.HostNQN = protocol.UUIDNQN(c.HostID)

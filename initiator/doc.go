@@ -66,8 +66,11 @@
 //
 // Sending a write again is safe only if the target does not carry out the lost first
 // one later. rdtarget ends the old association and everything it handed to its back end
-// before it takes a new one of the same host (HOSTNQN and HOSTID), so it is. Linux and
-// SPDK targets do not promise that; Linux hosts take the same risk.
+// before it takes a new one of the same host (HOSTNQN and HOSTID), so it is, from
+// whatever address the host comes back if the HOSTID is of the form of
+// protocol.SinglePathHostID. The same holds for the writes of a process that was killed
+// if the next one is given the same Config.HostID. Linux and SPDK targets do not promise
+// that; Linux hosts take the same risk.
 //
 // # Durability
 //

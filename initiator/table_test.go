@@ -27,7 +27,7 @@ func TestConfigDefaultsAreValid(t *testing.T) {
 		d.RequestTimeout != 30*time.Second || d.BufferMemory != 64<<20 || d.ReconnectDelay != 100*time.Millisecond || d.Queues < 1 {
 		t.Errorf("defaults %+v", d)
 	}
-	if d.HostID.IsZero() || d.HostNQN != protocol.UUIDNQN(d.HostID) || d.HostID == c.withDefaults().HostID {
+	if !d.HostID.SinglePath() || d.HostNQN != protocol.UUIDNQN(d.HostID) || d.HostID == c.withDefaults().HostID {
 		t.Errorf("host identity %v %q", d.HostID, d.HostNQN)
 	}
 }

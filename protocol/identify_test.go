@@ -233,6 +233,28 @@ func TestIDs(t *testing.T) {
 		t.Errorf("name: %s", got)
 	}
 
+	// Computed with Python's hashlib from the description of SinglePathHostID.
+	const single = "7264626c-6b01-83ad-8d7d-6e9a083f04f6"
+	parts := []string{"nqn.2026-11.io.rdblk:host", "socket", "/run/disk.sock"}
+	if got := SinglePathHostID(parts...); got.String() != single || !got.SinglePath() {
+		t.Errorf("single path: %s %v", got, got.SinglePath())
+	}
+	if SinglePathHostID("ab", "c") == SinglePathHostID("a", "bc") || SinglePathHostID("a") == SinglePathHostID("a", "") ||
+		RandomSinglePathHostID() == RandomSinglePathHostID() || !RandomSinglePathHostID().SinglePath() {
+		t.Error("single path: not told apart, or not of the form")
+	}
+	for bit := range 128 { // exactly tag, version and variant make the form
+		o, _ := ParseUUID(single)
+		o[bit/8] ^= 0x80 >> (bit % 8)
+		fixed := bit < 48 || bit/4 == 12 || bit == 64 || bit == 65
+		if o.SinglePath() == fixed {
+			t.Errorf("single path: bit %d: %s %v", bit, o, o.SinglePath())
+		}
+	}
+	if (UUID{}).SinglePath() || a.SinglePath() || NameUUID(dns, "rdblk").SinglePath() {
+		t.Error("single path: others have the form")
+	}
+
 	g, err := ParseNGUID("101112131415161718191a1b1c1d1e1f")
 	if err != nil || g.String() != "101112131415161718191a1b1c1d1e1f" || g[0] != 0x10 || g.IsZero() || !(NGUID{}).IsZero() {
 		t.Errorf("%v %v", g, err)

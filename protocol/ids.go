@@ -3,6 +3,8 @@ package protocol
 import (
 	"crypto/rand"
 	"crypto/sha1"
+	"crypto/sha256"
+	"encoding/binary"
 	"encoding/hex"
 	"fmt"
 )
@@ -29,6 +31,42 @@ func NameUUID(space UUID, name string) UUID {
 	copy(u[:], h.Sum(nil))
 	u.stamp(5)
 	return u
+}
+
+// singlePathTag is custom_a (octets 0 to 5) of a version 8 UUID (RFC 9562, section
+// 5.8) that is a single-path host identifier.
+const singlePathTag = "rdblk\x01"
+
+// SinglePathHostID returns a host identifier (HOSTID in the Connect data) which says
+// of itself that the host has one association at a time with it: a new admin Connect
+// with the same HOSTNQN, HOSTID and SUBNQN replaces the old association wherever it
+// comes from. A HOSTID of another form names a host that may have several, one for
+// each path. To a target that does not know the form it is a UUID like any other.
+//
+// The identifier is the same for ever for the same parts: a UUID of version 8 with
+// "rdblk" and 1 in its first 48 bits and, in the other 74, the beginning of the
+// SHA-256 of the parts, each behind its length, so that they do not show in it.
+func SinglePathHostID(parts ...string) UUID {
+	h := sha256.New()
+	h.Write([]byte("rdblk single-path host identifier"))
+	for _, p := range parts {
+		var n [8]byte
+		binary.BigEndian.PutUint64(n[:], uint64(len(p)))
+		h.Write(n[:])
+		h.Write([]byte(p))
+	}
+	var u UUID
+	copy(u[copy(u[:], singlePathTag):], h.Sum(nil))
+	u.stamp(8)
+	return u
+}
+
+// RandomSinglePathHostID returns a single-path host identifier that nobody else has.
+func RandomSinglePathHostID() UUID { return SinglePathHostID(rand.Text()) }
+
+// SinglePath reports the form that [SinglePathHostID] gives.
+func (u UUID) SinglePath() bool {
+	return string(u[:len(singlePathTag)]) == singlePathTag && u[6]>>4 == 8 && u[8]>>6 == 2
 }
 
 func (u *UUID) stamp(version byte) {

@@ -15,12 +15,24 @@ import (
 	"rdblk/protocol"
 )
 
-// path tells that two associations are the same host coming over the same way.
+// path tells that two associations are the same host coming over the same way, so
+// that the second replaces the first. A host whose HOSTID says that it has a single
+// path comes the same way wherever it comes from and to: its address may be another
+// one after the loss. Hosts of any other kind may hold an association per path, and
+// there the addresses tell them apart.
 type path struct {
 	hostNQN string
 	hostID  protocol.UUID
-	local   netip.AddrPort // the address that the host connected to
-	remote  netip.Addr
+	local   netip.AddrPort // the address that the host connected to; zero with a single path
+	remote  netip.Addr     // zero with a single path
+}
+
+func pathOf(d *protocol.ConnectData, local netip.AddrPort, remote netip.Addr) path {
+	p := path{hostNQN: d.HOSTNQN, hostID: d.HOSTID}
+	if !d.HOSTID.SinglePath() {
+		p.local, p.remote = local, remote
+	}
+	return p
 }
 
 // controller is one association: what a host has made by an admin Connect, with
@@ -456,7 +468,7 @@ func (t *Target) connectAdmin(q *queue, cmd *protocol.Command, d *protocol.Conne
 	if d.CNTLID != protocol.CNTLIDDynamic {
 		return refuseField(protocol.ConnectInvalidCNTLID, true, "only dynamic controllers are supported (CNTLID 0xFFFF)")
 	}
-	p := path{hostNQN: d.HOSTNQN, hostID: d.HOSTID, local: q.local, remote: q.remote.Addr().Unmap()}
+	p := pathOf(d, q.local, q.remote.Addr().Unmap())
 	var timeout chan struct{}
 	for {
 		t.mu.Lock()
@@ -481,6 +493,11 @@ func (t *Target) connectAdmin(q *queue, cmd *protocol.Command, d *protocol.Conne
 			t.stats.fenced.Add(uint64(len(old)))
 		}
 		for _, c := range old {
+			if was, is := c.admin.remote.Addr().Unmap(), q.remote.Addr().Unmap(); was != is {
+				// It moved; or, if this comes again and again, two machines think they are it.
+				t.hostLog.Log(slog.LevelWarn, "host came back from another address", slog.String("host", c.hostNQN),
+					slog.String("hostid", p.hostID.String()), slog.Int("cntlid", int(c.id)), slog.String("was", was.String()), slog.String("is", is.String()))
+			}
 			c.kill(errHostReturned)
 		}
 		for _, c := range old {

@@ -68,10 +68,18 @@
 //
 // A controller and its queues are one unit. Loss of the admin queue, keep-alive
 // expiry and a broken protocol end all of it. A new admin Connect of the same
-// host over the same path (HOSTNQN, HOSTID, SUBNQN, listener address, remote IP)
-// means that the host lost the old association: the old one is torn down and
-// everything it handed to the back end has ended before the Connect is answered,
-// so that a late write cannot land on top of what the host does next.
+// host over the same path means that the host lost the old association: the old
+// one is torn down and everything it handed to the back end has ended before the
+// Connect is answered, so that a late write cannot land on top of what the host
+// does next.
+//
+// What the same path is, the HOSTID says. One in the form of
+// protocol.SinglePathHostID, which package initiator uses, has one association at
+// a time: HOSTNQN, HOSTID and SUBNQN are compared, and the addresses are not. Any
+// other HOSTID may belong to a host that has several paths at once (Linux with
+// multipath), so the listener's address and the remote IP must be the same too;
+// the old association of such a host that comes back from another address is left
+// to its keep-alive timer, and until then a late write of it can land.
 //
 // # Durability
 //

@@ -265,7 +265,9 @@ type dialOptions struct {
 	depth   int
 	hrq     int // HRQSIZE; 0 = depth
 	private []byte
-	reads   int // responder resources; 0 = 16, negative = 0
+	reads   int            // responder resources; 0 = 16, negative = 0
+	from    netip.Addr     // source address; zero = any
+	to      netip.AddrPort // zero = the rig's listener
 }
 
 // dial connects a queue without sending a command.
@@ -285,7 +287,10 @@ func (r *rig) dial(qid uint16, o dialOptions) (*hostQueue, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	conn, err := r.host.Dial(ctx, netip.Addr{}, r.addr)
+	if !o.to.IsValid() {
+		o.to = r.addr
+	}
+	conn, err := r.host.Dial(ctx, o.from, o.to)
 	if err != nil {
 		return nil, err
 	}

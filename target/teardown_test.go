@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -246,6 +247,62 @@ func TestReturningHostIsFenced(t *testing.T) {
 	other.io[0].ok(other.io[0].rw(protocol.OpRead, 0, 512, 0, 0))
 	if n := r.tgt.Stats().Controllers; n != 3 {
 		t.Errorf("%d controllers, want 3", n)
+	}
+}
+
+// A host with a single path is the same wherever it comes from and to. One that may
+// have several paths is left alone on all others: its association there may live.
+func TestFencingByPath(t *testing.T) {
+	r := newRig(t, Config{}, memDevice(t, 1<<20))
+	second, err := r.tgt.Listen(r.host, netip.MustParseAddrPort("127.0.0.1:0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	from := netip.MustParseAddr("127.0.0.2")
+	for _, c := range []struct {
+		name   string
+		id     protocol.UUID
+		again  dialOptions
+		fenced bool
+	}{
+		{"several paths, the same", protocol.RandomUUID(), dialOptions{}, true},
+		{"several paths, another source", protocol.RandomUUID(), dialOptions{from: from}, false},
+		{"several paths, another listener", protocol.RandomUUID(), dialOptions{to: second}, false},
+		{"single path, the same", protocol.RandomSinglePathHostID(), dialOptions{}, true},
+		{"single path, another source", protocol.RandomSinglePathHostID(), dialOptions{from: from}, true},
+		{"single path, another listener", protocol.RandomSinglePathHostID(), dialOptions{to: second}, true},
+		{"single path, another source and listener", protocol.RandomSinglePathHostID(), dialOptions{from: from, to: second}, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			who := identity{nqn: protocol.UUIDNQN(c.id), id: c.id}
+			// Neither the name nor the identifier alone is the host.
+			for _, other := range []identity{{nqn: who.nqn, id: protocol.RandomSinglePathHostID()}, {nqn: who.nqn + "-2", id: who.id}} {
+				r.attach(sessionOptions{who: other})
+			}
+			old := r.attach(sessionOptions{who: who, queues: 1})
+			was := r.tgt.Stats()
+			q, err := r.dial(0, c.again)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(q.close)
+			if a := q.do(q.connectCommand(who, testNQN, protocol.CNTLIDDynamic, 0)); !a.Status().OK() {
+				t.Fatalf("Connect: %v", a.Status())
+			}
+			is := r.tgt.Stats()
+			if c.fenced {
+				if is.Fenced != was.Fenced+1 || is.Controllers != was.Controllers {
+					t.Errorf("fenced %d, %d controllers more; want the old association replaced", is.Fenced-was.Fenced, is.Controllers-was.Controllers)
+				}
+				old.admin.awaitEnd()
+				old.io[0].awaitEnd()
+				return
+			}
+			if is.Fenced != was.Fenced || is.Controllers != was.Controllers+1 {
+				t.Errorf("fenced %d, %d controllers more; want the other path left alone", is.Fenced-was.Fenced, is.Controllers-was.Controllers)
+			}
+			old.io[0].ok(old.io[0].rw(protocol.OpRead, 0, 512, 0, 0))
+		})
 	}
 }
 

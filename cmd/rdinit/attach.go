@@ -139,6 +139,8 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 		return err
 	}
 	closer(func() { ln.Close() })
+	// Only now: nobody else has the socket.
+	c.HostID = attachmentHostID(c.HostNQN, a.socket)
 
 	if err := a.connect(ctx, c); err != nil {
 		return err

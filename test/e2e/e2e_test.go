@@ -1,9 +1,12 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -215,6 +218,8 @@ func TestListStatusDetach(t *testing.T) {
 	}
 
 	// A killed attachment leaves things behind; nobody stumbles over them.
+	var killed []string
+	eventually(t, "the target has one association", func() bool { killed = hostIDs(t, w.http); return len(killed) == 1 })
 	b.kill(t)
 	if _, err := os.Lstat(b.sock); err != nil {
 		t.Error("a killed process removed its socket: the test shows nothing")
@@ -226,7 +231,37 @@ func TestListStatusDetach(t *testing.T) {
 	if got := strings.TrimSpace(nbdtest.Run(t, "nbdinfo", "--size", b.uri())); got != fmt.Sprint(16*MiB) {
 		t.Errorf("size %s", got)
 	}
-	eventually(t, "the target has only the new association", func() bool { return metrics(t, w.http)[`rdtarget_controllers{kind="io"}`] == 1 })
+	// It is the same host to the target, which ends what a killed one left before it lets the new one in.
+	if ids := hostIDs(t, w.http); !slices.Equal(ids, killed) {
+		t.Errorf("host identifiers %v after the restart, want %v", ids, killed)
+	}
+}
+
+// hostIDs lists the host identifiers of the associations that rdtarget has.
+func hostIDs(t testing.TB, url string) (ids []string) {
+	t.Helper()
+	resp, err := http.Get(url + "/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	var st struct {
+		Target struct {
+			Controllers []struct {
+				HostID    string
+				Discovery bool
+			}
+		}
+	}
+	if err := json.NewDecoder(resp.Body).Decode(&st); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range st.Target.Controllers {
+		if !c.Discovery {
+			ids = append(ids, c.HostID)
+		}
+	}
+	return ids
 }
 
 // SIGTERM while everything is busy: no more than ten seconds, and exit code 0.

@@ -55,7 +55,7 @@ const rnrTimer = 12
 const ackTimeout = 16
 
 // asyncGrace is how long the end of an iWARP connection waits for the asynchronous event that tells why.
-const asyncGrace = 20 * time.Millisecond
+const asyncGrace = 100 * time.Millisecond
 
 type cmEvent struct {
 	kind, status int
@@ -452,10 +452,17 @@ func (c *conn) destroyLocked() {
 	l.mu.Lock()
 	delete(l.conns, c.token)
 	l.mu.Unlock()
-	l.cm.Lock()
-	C.vb_cm_destroy(c.id)
-	l.cm.Unlock()
+	id := c.id
 	c.id = nil
+	if c.active && c.started && !c.isUp && c.dev != nil && c.dev.iwarp() {
+		// The kernel waits here for the peer's answer to a request that was given up, 10 s with siw. Nobody
+		// else shall: the library itself makes a destruction wait for events that are not acknowledged.
+		go C.vb_cm_destroy(id)
+		return
+	}
+	l.cm.Lock()
+	C.vb_cm_destroy(id)
+	l.cm.Unlock()
 }
 
 // listener hands out connection requests.

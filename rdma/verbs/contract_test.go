@@ -47,6 +47,13 @@ func exceptions(t *testing.T) map[string]string {
 			"WindowRights/Read over the end":               bounds,
 			"SendInvalidateForeign":                        "rxe lets a peer invalidate windows of other connections (rxe_check_invalidate_mw does not look at the queue pair)",
 		}
+	case l[0].Transport == rdma.TransportIWARP:
+		return map[string]string{
+			"ReadWithoutDepth": "siw reports its own ORD to the connecting side, not what the peer serves",
+			"Depths":           "siw reports its own ORD to the connecting side, not what the peer serves",
+			"EndReasons":       "siw ends a connection for an unknown key or a missing receive without an asynchronous event",
+			"RemoteKeysRead":   "siw flushes a Read that the peer refused, and does not say why",
+		}
 	}
 	return nil
 }

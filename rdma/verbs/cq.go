@@ -158,34 +158,45 @@ func (c *cq) translate(w *C.struct_vb_wc, out *rdma.WC) bool {
 		return false
 	}
 	s := &r.slots[i]
+	st := rdma.StatusSuccess
+	if w.status != 0 {
+		st = rdma.StatusGeneral
+		if int(w.status) < len(statuses) {
+			st = statuses[w.status]
+		}
+		if r.recv && (st == rdma.StatusRemoteInvalid || st == rdma.StatusLocalQPOperation) {
+			// rxe's words for a message that is too long; what they mean elsewhere cannot be: receives were checked.
+			st = rdma.StatusLocalLength
+		}
+		q.failed(st, r.recv)
+	}
+	if d > 0 && r.waits(d) {
+		// siw completes Sends before Reads in front of them. The contract is order.
+		if !r.recv {
+			s.held = true
+			r.soften(i, st)
+		}
+		return false
+	}
 	r.tail, r.count = i+1, r.count-d-1
 	if r.tail == len(r.slots) {
 		r.tail = 0
 	}
-	*out = rdma.WC{ID: s.id, QPNum: q.num, Recv: r.recv}
-	if w.status == 0 {
-		if !r.recv {
-			out.ByteLen = s.length
-			return s.signaled
-		}
-		out.ByteLen = uint32(w.byte_len)
-		if w.wc_flags&c.dev.inv != 0 {
-			out.Invalidated, out.RKey = true, uint32(w.invalidated_rkey)
-			if win := q.byKey[out.RKey>>8]; win != nil && win.key.Load() == out.RKey && win.qp.Load() == q {
-				win.bound = false
-			}
-		}
+	*out = rdma.WC{ID: s.id, QPNum: q.num, Status: st, Recv: r.recv}
+	if st != rdma.StatusSuccess {
 		return true
 	}
-	out.Status = rdma.StatusGeneral
-	if int(w.status) < len(statuses) {
-		out.Status = statuses[w.status]
+	if !r.recv {
+		out.ByteLen = s.length
+		return s.signaled
 	}
-	if r.recv && (out.Status == rdma.StatusRemoteInvalid || out.Status == rdma.StatusLocalQPOperation) {
-		// rxe's words for a message that is too long; what they mean elsewhere cannot be: receives were checked.
-		out.Status = rdma.StatusLocalLength
+	out.ByteLen = uint32(w.byte_len)
+	if w.wc_flags&c.dev.inv != 0 {
+		out.Invalidated, out.RKey = true, uint32(w.invalidated_rkey)
+		if win := q.byKey[out.RKey>>8]; win != nil && win.key.Load() == out.RKey && win.qp.Load() == q {
+			win.bound = false
+		}
 	}
-	q.failed(out.Status, r.recv)
 	return true
 }
 
@@ -239,9 +250,19 @@ func (c *cq) Poll(wc []rdma.WC) (n int, busy bool, err error) {
 func (c *cq) emit(wc []rdma.WC) (n int) {
 	keep := c.soft[:0]
 	for _, r := range c.soft {
-		for n < len(wc) && r.count > 0 && r.slots[r.tail].soft {
+		for n < len(wc) {
+			k := r.due()
+			if k < 0 {
+				break
+			}
+			for range k {
+				r.pop()
+			}
 			s := &r.slots[r.tail]
 			wc[n] = rdma.WC{ID: s.id, QPNum: r.q.num, Status: s.status, Recv: r.recv}
+			if s.status == rdma.StatusSuccess {
+				wc[n].ByteLen = s.length
+			}
 			n++
 			r.pop()
 		}
@@ -257,7 +278,7 @@ func (c *cq) emit(wc []rdma.WC) (n int) {
 // ready tells whether emit would bring something.
 func (c *cq) ready() bool {
 	for _, r := range c.soft {
-		if r.count > 0 && r.slots[r.tail].soft {
+		if r.due() >= 0 {
 			return true
 		}
 	}

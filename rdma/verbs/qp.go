@@ -23,6 +23,7 @@ type entry struct {
 	length   uint32
 	signaled bool
 	soft     bool // this package completes it, with status
+	held     bool // soft because the device completed it before what is in front of it
 	status   rdma.Status
 	window   *mw
 }
@@ -37,7 +38,6 @@ type ring struct {
 	count     int
 	softCount int
 	base      uint64 // upper part of work request numbers
-	listed    bool
 }
 
 // head is where the next request goes.
@@ -49,10 +49,48 @@ func (r *ring) head() int {
 	}
 }
 
-// pop takes the oldest entry, a soft one, out.
+// waits tells whether one of the d oldest entries has still to complete by itself.
+func (r *ring) waits(d int) bool {
+	if r.recv {
+		return false
+	}
+	for i, k := r.tail, 0; k < d; k++ {
+		if s := &r.slots[i]; s.signaled || s.soft {
+			return true
+		}
+		if i++; i == len(r.slots) {
+			i = 0
+		}
+	}
+	return false
+}
+
+// due tells how many entries, done without a completion, stand before the first soft one that may be handed out; -1: none may.
+func (r *ring) due() int {
+	for i, k := r.tail, 0; k < r.count; k++ {
+		s := &r.slots[i]
+		if s.soft {
+			if k == 0 || s.held {
+				return k
+			}
+			return -1
+		}
+		if s.signaled {
+			return -1
+		}
+		if i++; i == len(r.slots) {
+			i = 0
+		}
+	}
+	return -1
+}
+
+// pop takes the oldest entry out.
 func (r *ring) pop() {
-	r.slots[r.tail].soft = false
-	r.softCount--
+	if s := &r.slots[r.tail]; s.soft {
+		s.soft, s.held = false, false
+		r.softCount--
+	}
 	r.count--
 	if r.tail++; r.tail == len(r.slots) {
 		r.tail = 0

@@ -9,6 +9,7 @@ rxe) rxe_up; addr=$RXE ;;
 siw) siw_up; addr=$SIW ;;
 *) die "no such device: $kind" ;;
 esac
+ulimit -l unlimited # siw counts locked memory for root too
 rc=0
 RDBLK_VERBS_ADDR=$addr "$bin" -test.v "$@" || rc=$?
 dmesg | tail -n 20

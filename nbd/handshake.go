@@ -40,6 +40,8 @@ type handshake struct {
 	peer  string
 	since time.Time
 	elem  *list.Element // in Server.handshakes; guarded by Server.mu
+	// kernel is set for a connection of the kernel's, which has no handshake.
+	kernel *KernelDevice
 
 	fixed      bool // the client knows fixed newstyle
 	noZeroes   bool

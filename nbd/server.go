@@ -453,11 +453,15 @@ func (e *export) opened() []*domain {
 // handshake that ends with it.
 func (s *Server) start(h *handshake, d *domain, fd int, lim limits) error {
 	c := newConn(s, d, fd, lim)
-	c.id, c.peer = h.id, h.peer
+	c.id, c.peer, c.kernel = h.id, h.peer, h.kernel
+	if c.kernel != nil {
+		c.kernel.joined(c)
+	}
 	s.mu.Lock()
 	if s.state != serving {
 		s.mu.Unlock()
 		unix.Close(fd)
+		c.leaveKernel()
 		return ErrServerClosed
 	}
 	s.conns[c] = struct{}{}
@@ -469,6 +473,7 @@ func (s *Server) start(h *handshake, d *domain, fd int, lim limits) error {
 	s.mu.Unlock()
 	if err != nil {
 		unix.Close(fd)
+		c.leaveKernel()
 		return err
 	}
 	d.exp.connected.Add(1)
@@ -485,6 +490,7 @@ func (s *Server) connGone(c *conn) {
 		s.signal()
 	}
 	s.mu.Unlock()
+	c.leaveKernel()
 }
 
 // clock lets workers look after connections whose client stands still. A worker

@@ -122,6 +122,8 @@ type conn struct {
 	peer  string
 	since time.Time
 	lim   limits
+	// kernel is set when the client is the kernel's block device.
+	kernel *KernelDevice
 
 	fd     int
 	h      *worker.Handle
@@ -163,6 +165,7 @@ type conn struct {
 	attention  bool
 	closeWhy   string
 	blame      bool // it ends for what the client did wrong
+	disc       bool // the client has sent DISC
 	answered   uint64
 	failed     uint64
 
@@ -458,6 +461,7 @@ func (c *conn) parse() bool {
 func (c *conn) begin(r *request) {
 	if r.cmd == cmdDisc {
 		c.closeWhy = "client disconnected"
+		c.disc = true
 		c.stopReading()
 		return
 	}
@@ -849,7 +853,8 @@ func (c *conn) tick(now int64) {
 	if what == "" {
 		return
 	}
-	if t := c.srv.cfg.StallTimeout; t > 0 && still >= t {
+	// The kernel moves, unless this process has been frozen: then it is not to blame.
+	if t := c.srv.cfg.StallTimeout; t > 0 && still >= t && c.kernel == nil {
 		c.dom.stats.stalls.add(1)
 		c.blame = true
 		c.cut(fmt.Sprintf("%s for %v (stall timeout)", what, t))
@@ -1002,4 +1007,22 @@ func (c *conn) gone() {
 	}
 	c.publish()
 	c.srv.connGone(c)
+}
+
+// leaveKernel tells the kernel device, if it is one's, that the connection is over.
+func (c *conn) leaveKernel() {
+	if c.kernel != nil {
+		c.kernel.gone(c, c.disc)
+	}
+}
+
+// oldest is the time of the oldest request, 0 if there is none; on the worker.
+func (c *conn) oldest() int64 {
+	var t int64
+	for i := range c.slots {
+		if s := &c.slots[i]; s.state != slotFree && (t == 0 || s.start < t) {
+			t = s.start
+		}
+	}
+	return t
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/url"
 	"os"
@@ -31,14 +32,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const attachHelp = `Attaches a namespace of the target at ADDR and serves it to NBD clients on the Unix socket PATH
-(mode 0600, export name empty), in the foreground. One line is printed when it is ready.
+const attachHelp = `Attaches a namespace of the target at ADDR, in the foreground: as a block device of the kernel
+(--device, needs root and the module nbd), or for NBD clients on the Unix socket PATH (--socket; mode
+0600, export name empty). One line is printed when it is ready.
+
+If rdinit dies without detaching, the kernel keeps /dev/nbdN and all requests for loss_timeout and a
+minute. The same command with --device /dev/nbdN takes it over, and a mounted file system goes on.
 
 When the connection to the target is lost, requests wait while rdinit connects again, and go on;
 after loss_timeout without the target they fail.
 
 SIGTERM and SIGINT drain: running requests are answered, the device is flushed, and the program ends
-within detach_timeout; a second one cuts. If the flush fails it says so and exits with 1.
+within detach_timeout; a second one cuts. If the flush fails it says so and exits with 1. A /dev/nbdN that
+is mounted gets a part of this time to be unmounted before it is disconnected.
 'rdinit detach' does the same but refuses while it cannot be done safely. SIGUSR1 writes the
 state to the log.`
 
@@ -48,7 +54,7 @@ func attachFlags(fs *pflag.FlagSet, env *cli.Env) (keys map[string]string, cfgFi
 	keys = map[string]string{}
 	connectFlags(fs, keys)
 	fs.String("socket", "", "serve NBD on the Unix socket `PATH`")
-	fs.String("device", "", "attach to /dev/nbdN or auto (`DEVICE`; not in this release)")
+	fs.String("device", "", "attach as block device `/dev/nbdN`, or auto for the first free one")
 	fs.String("name", "", "`name` for list, status and detach (default the NQN's last part)")
 	fs.String("http", "", "serve /metrics, /status and /healthz on `ADDR:PORT`")
 	fs.Bool("pprof", false, "also serve Go's profiler at /debug/pprof/ there")
@@ -68,7 +74,7 @@ func newAttachCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("attach")
 	keys, cfgFile := attachFlags(fs, env)
 	return &cli.Command{
-		Name: "attach", Args: "ADDR[:PORT] --socket PATH [flags]", Short: "attach a disk and serve it on an NBD socket", Long: attachHelp, Flags: fs,
+		Name: "attach", Args: "ADDR[:PORT] --device DEVICE|--socket PATH [flags]", Short: "attach a disk as a block device or NBD socket", Long: attachHelp, Flags: fs,
 		Run: func(ctx context.Context, args []string) error {
 			if len(args) > 1 {
 				return cli.Usagef("unexpected argument %q", args[1])
@@ -77,8 +83,11 @@ func newAttachCommand(env *cli.Env) *cli.Command {
 			if err := config.Load(s, source(env, fs, keys, *cfgFile, args)); err != nil {
 				return cli.Usage(err)
 			}
-			if s.Socket == "" {
-				return cli.Usagef("say where NBD clients shall connect: --socket PATH")
+			if s.Socket == "" && s.Device == "" {
+				return cli.Usagef("say how to attach: --device auto (or /dev/nbdN), or --socket PATH for NBD clients")
+			}
+			if s.Socket != "" && s.Device != "" {
+				return cli.Usagef("--device and --socket exclude each other (settings device %q, socket %q)", s.Device, s.Socket)
 			}
 			return attach(ctx, env, s)
 		},
@@ -98,7 +107,8 @@ type attachment struct {
 	dev     *initiator.Device
 	nbd     *nbd.Server
 	entry   *control.Entry
-	socket  string // absolute
+	socket  string // absolute; empty with a kernel device
+	kdev    *nbd.KernelDevice
 
 	detaching atomic.Bool
 
@@ -115,8 +125,10 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 		return cli.Usage(err)
 	}
 	a := &attachment{env: env, log: log, s: s, started: time.Now(), endedCh: make(chan struct{}), cut: make(chan struct{})}
-	if a.socket, err = filepath.Abs(s.Socket); err != nil {
-		return err
+	if s.Socket != "" {
+		if a.socket, err = filepath.Abs(s.Socket); err != nil {
+			return err
+		}
 	}
 	c, nic, err := s.resolved(ctx, log)
 	if err != nil {
@@ -133,14 +145,30 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	}()
 	closer := func(f func()) { closers = append(closers, f) }
 
-	// The socket first: what is wrong with it shows before anybody is bothered.
-	ln, err := nbd.ListenUnix(a.socket, 0o600)
-	if err != nil {
-		return err
+	// The socket or device first: what is wrong with it shows before anybody is bothered.
+	var ln net.Listener
+	var lock *nbd.DeviceLock
+	if s.Device != "" {
+		if lock, err = lockDevice(env, s.Device); err != nil {
+			return err
+		}
+		closer(func() {
+			if a.kdev == nil { // else it is that one's
+				lock.Close()
+			}
+		})
+		c.HostID = hostIDOf(lock.Orphan)
+		if c.HostID.IsZero() && s.Device != "auto" {
+			c.HostID = attachmentHostID(c.HostNQN, s.Device)
+		}
+	} else {
+		if ln, err = nbd.ListenUnix(a.socket, 0o600); err != nil {
+			return err
+		}
+		closer(func() { ln.Close() })
+		// Only now: nobody else has the socket.
+		c.HostID = attachmentHostID(c.HostNQN, a.socket)
 	}
-	closer(func() { ln.Close() })
-	// Only now: nobody else has the socket.
-	c.HostID = attachmentHostID(c.HostNQN, a.socket)
 
 	if err := a.connect(ctx, c); err != nil {
 		return err
@@ -166,6 +194,22 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	}
 	closer(func() { a.nbd.Close() })
 
+	served := make(chan error, 1)
+	if lock != nil {
+		if a.kdev, err = a.nbd.AttachDevice(lock, "", nbd.DeviceOptions{
+			Identifier: identifier(a.session.Status().HostID, a.dev.NSID(), a.nqn), Sockets: a.dev.NumQueues(), DeadTimeout: a.deadTimeout(), Logger: log,
+		}); err != nil {
+			return err
+		}
+		closer(a.dropDevice)
+		how := "attached"
+		if a.kdev.TookOver() {
+			how = "took over"
+		}
+		log.Info(how, "device", a.kdev.Path(), "by", a.kdev.Method(), "queues", a.dev.NumQueues())
+	} else {
+		go func() { served <- a.nbd.Serve(ln) }()
+	}
 	if s.HTTP != "" {
 		h, err := metrics.Listen(s.HTTP, metrics.Config{
 			Registry: metrics.Registry("rdinit_", a.collect), Status: func() any { return a.report() },
@@ -179,12 +223,9 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	}
 	a.entry.Serve(a.controlHandler(), log)
 
-	served := make(chan error, 1)
-	go func() { served <- a.nbd.Serve(ln) }()
-
 	info := a.dev.Info()
 	env.Printf("rdinit: attached %s namespace %d at %s (%s), %s, as %s: %s\n", a.nqn, a.dev.NSID(), a.session.Status().Addr, providerName,
-		config.FormatSize(info.Size), a.entry.Name, a.uri())
+		config.FormatSize(info.Size), a.entry.Name, a.where())
 	if err := env.Notify("READY=1", "STATUS=attached "+a.nqn); err != nil {
 		log.Warn("service manager", "err", err)
 	}
@@ -222,13 +263,28 @@ func (a *attachment) connect(ctx context.Context, c initiator.Config) error {
 	}
 }
 
+// where is what users of the disk need: the device, or the socket as NBD clients want it.
+func (a *attachment) where() string {
+	if a.kdev != nil {
+		return a.kdev.Path()
+	}
+	return a.uri()
+}
+
 func (a *attachment) uri() string {
+	if a.socket == "" {
+		return ""
+	}
 	return "nbd+unix:///?socket=" + (&url.URL{Path: a.socket}).EscapedPath()
 }
 
 // wait handles signals until the attachment has ended.
 func (a *attachment) wait(ctx context.Context, served <-chan error) error {
 	stopped := ctx.Done()
+	var lost <-chan struct{}
+	if a.kdev != nil {
+		lost = a.kdev.Ended()
+	}
 	var result chan error
 	var first time.Time
 	cutting := false
@@ -249,6 +305,11 @@ func (a *attachment) wait(ctx context.Context, served <-chan error) error {
 		case err := <-served:
 			if !errors.Is(err, nbd.ErrServerClosed) && !a.detaching.Load() {
 				return errors.Join(err, a.stop())
+			}
+		case <-lost:
+			lost = nil
+			if !a.detaching.Load() {
+				return errors.Join(a.kdev.Err(), a.stop())
 			}
 		case <-stopped:
 			begin()
@@ -281,7 +342,11 @@ func (a *attachment) stop() error {
 	}
 	a.detaching.Store(true)
 	a.env.Notify("STOPPING=1")
-	return a.end(false)
+	if a.kdev == nil {
+		return a.end(false)
+	}
+	err := a.releaseDevice()
+	return errors.Join(err, a.end(false))
 }
 
 // detach ends the attachment on request. Without force it changes nothing unless all
@@ -292,7 +357,17 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 	if a.ended {
 		return detachAnswer{}, errors.New("it is being detached")
 	}
-	if !force {
+	var kernel error
+	if a.kdev != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), a.s.DetachTimeout/2)
+		a.detaching.Store(true)
+		kernel = a.kdev.Detach(ctx, force)
+		cancel()
+		if !ended(a.kdev) {
+			a.detaching.Store(false)
+			return detachAnswer{}, fmt.Errorf("%w (still attached; end its use or bring the target back, or --force)", kernel)
+		}
+	} else if !force {
 		if n := a.nbd.Stats().Exports[0].Connections; n > 0 {
 			return detachAnswer{}, fmt.Errorf("%s still connected to %s: end them first, or detach with --force (still attached)", counted(n, "NBD client"), a.socket)
 		}
@@ -305,7 +380,7 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 	}
 	a.detaching.Store(true)
 	a.env.Notify("STOPPING=1")
-	err := a.end(force)
+	err := errors.Join(kernel, a.end(force))
 	ans := detachAnswer{Flushed: err == nil}
 	if err != nil {
 		if !force {
@@ -328,6 +403,9 @@ func (a *attachment) end(force bool) (err error) {
 		close(a.endedCh)
 	}()
 	patience := a.s.DetachTimeout * 8 / 10
+	if a.kdev != nil { // which has had its time
+		patience = a.s.DetachTimeout * 3 / 10
+	}
 	if force && a.session.Status().State != initiator.StateLive {
 		patience = time.Second
 	}
@@ -436,7 +514,7 @@ func (a *attachment) report() report {
 		Name: a.entry.Name, PID: os.Getpid(), Version: version.String(), StartedAt: a.started,
 		State: st.State.String(), NQN: a.nqn, NSID: a.dev.NSID(), Address: st.Addr, Provider: providerName, HostNQN: st.HostNQN,
 		Size: info.Size, BlockSize: info.BlockSize, ReadOnly: info.ReadOnly,
-		Socket: a.socket, URI: a.uri(), Queues: len(st.Queues), Depth: st.Depth,
+		Device: a.devicePath(), Socket: a.socket, URI: a.uri(), Queues: len(st.Queues), Depth: st.Depth,
 		Clients: x.Connections, Requests: st.Requests, InFlight: st.Sent, Waiting: st.Waiting,
 		Reconnects: st.Reconnects, FailedAttempts: st.FailedAttempts,
 	}

@@ -29,8 +29,9 @@ type report struct {
 	BlockSize int   `json:"block_size"` // bytes
 	ReadOnly  bool  `json:"read_only"`
 
-	Socket string `json:"socket"` // path of the NBD socket
-	URI    string `json:"uri"`    // for NBD clients
+	Device string `json:"device"` // /dev/nbdN; empty with a socket
+	Socket string `json:"socket"` // path of the NBD socket; empty with a device
+	URI    string `json:"uri"`    // for NBD clients; empty with a device
 
 	Queues int `json:"queues"`
 	Depth  int `json:"depth"`

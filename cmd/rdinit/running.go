@@ -68,18 +68,19 @@ func (r *running) matches(word string) bool {
 	if word == r.Name {
 		return true
 	}
-	if r.report.Socket == "" {
+	path := r.report.Socket + r.report.Device // one of them
+	if path == "" {
 		return false
 	}
 	abs, err := filepath.Abs(word)
 	if err != nil {
 		return false
 	}
-	if abs == r.report.Socket {
+	if abs == path {
 		return true
 	}
 	a, err1 := filepath.EvalSymlinks(abs)
-	b, err2 := filepath.EvalSymlinks(r.report.Socket)
+	b, err2 := filepath.EvalSymlinks(path)
 	return err1 == nil && err2 == nil && a == b
 }
 
@@ -120,10 +121,10 @@ func newListCommand(env *cli.Env) *cli.Command {
 			}
 			if len(list) > 0 {
 				w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
-				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tSOCKET\tNQN")
+				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tATTACHED AS\tNQN")
 				for _, r := range list {
 					p := r.report
-					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", p.Name, p.State, config.FormatSize(p.Size), p.NSID, p.Address, p.Socket, p.NQN)
+					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", p.Name, p.State, config.FormatSize(p.Size), p.NSID, p.Address, p.Device+p.Socket, p.NQN)
 				}
 				w.Flush()
 			}
@@ -137,7 +138,7 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 	output := outputFlag(fs)
 	dir := runDirFlag(fs, env)
 	return &cli.Command{
-		Name: "status", Args: "[NAME | SOCKET] [flags]", Short: "show the state of attachments", Flags: fs,
+		Name: "status", Args: "[NAME | DEVICE | SOCKET] [flags]", Short: "show the state of attachments", Flags: fs,
 		Long: "Prints the state of all attachments of this user, or of the one that is named.\n" +
 			"docs/operating.md describes the fields of -o json.",
 		Run: func(ctx context.Context, args []string) error {
@@ -184,7 +185,11 @@ func (p *report) print(env *cli.Env) {
 		ro = ", read-only"
 	}
 	row("namespace", "%d: %s in blocks of %d bytes%s", p.NSID, config.FormatSize(p.Size), p.BlockSize, ro)
-	row("socket", "%s", p.URI)
+	if p.Device != "" {
+		row("device", "%s", p.Device)
+	} else {
+		row("socket", "%s", p.URI)
+	}
 	row("queues", "%d of depth %d", p.Queues, p.Depth)
 	row("clients", "%d", p.Clients)
 	row("requests", "%d with the target, %d waiting", p.InFlight, p.Waiting)
@@ -236,10 +241,12 @@ type detachAnswer struct {
 }
 
 const detachHelp = `Detaches what NAME, DEVICE or SOCKET names: running requests are answered, the device is flushed, the
-connections to the target are ended, the socket is removed, and the 'rdinit attach' process ends.
+kernel's device is unbound or the socket removed, the connections to the target are ended, and the
+'rdinit attach' process ends.
 
-It is refused, and everything stays attached, while NBD clients are connected, and when the flush
-fails: then it is not known that all data is safe. --force detaches even so, and says what may be lost.`
+It is refused, and everything stays attached, while the device is mounted or open or NBD clients are
+connected, and when the flush fails: then it is not known that all data is safe. --force detaches even
+so, and says what may be lost.`
 
 func newDetachCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("detach")

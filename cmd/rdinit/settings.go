@@ -15,6 +15,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
+	"rdblk/nbd"
 	"rdblk/protocol"
 	"rdblk/rdma/iwarp"
 )
@@ -116,7 +117,9 @@ func (s *settings) Validate() error {
 		bad("provider", "%q is none of auto, iwarp, verbs", s.Provider)
 	}
 	if s.Device != "" {
-		bad("device", "attaching to /dev/nbdX is not in this release; use --socket PATH and an NBD client such as nbd-client -unix PATH /dev/nbdX")
+		if _, err := nbd.ParseDevice(s.Device); err != nil {
+			bad("device", "%v", err)
+		}
 	}
 	switch s.CRC {
 	case "auto", "on", "off":

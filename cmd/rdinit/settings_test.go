@@ -43,7 +43,7 @@ func TestValidateSaysEverything(t *testing.T) {
 	s.Provider = "rocket"
 	s.NQN = strings.Repeat("n", 224)
 	s.HostNQN = strings.Repeat("h", 224)
-	s.Device = "auto"
+	s.Device = "/dev/sda"
 	s.Name = ".."
 	s.RunDir = "x"
 	s.Socket = strings.Repeat("s", 108)

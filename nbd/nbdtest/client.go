@@ -137,6 +137,11 @@ func Connect(network, addr string, flags uint32) (*Client, error) {
 	return c, nil
 }
 
+// InTransmission makes a client of a connection that has no handshake, as the kernel's have none.
+func InTransmission(nc net.Conn) *Client {
+	return &Client{Conn: nc, pending: map[uint64]pendingRequest{}}
+}
+
 // Open connects and enters transmission for the export by NBD_OPT_GO.
 func Open(network, addr, export string, structured bool) (*Client, error) {
 	c, err := Connect(network, addr, ClientFixed|ClientNoZeroes)

@@ -145,6 +145,14 @@ func TestKernelTarget(t *testing.T) {
 	interop(t, "rdinit.sh", "rdblk/cmd/rdinit")
 }
 
+// rdinit attaches /dev/nbdN by itself.
+func TestBlockDevice(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	interop(t, "nbd.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+}
+
 func interop(t *testing.T, name string, programs ...string) {
 	c := Config{Program: filepath.Join(Dir(), "guest", name), Timeout: 10 * time.Minute}
 	for _, p := range programs {

@@ -397,9 +397,9 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 func (a *attachment) end(force bool) (err error) {
 	defer func() {
 		a.ended = true
-		if !force { // who forces it knows
-			a.endErr = err
-		}
+		// Also if it was forced: who forces it is told, but who supervises this program (a script, a
+		// service manager) must not take an end with something lost for a good one.
+		a.endErr = err
 		close(a.endedCh)
 	}()
 	patience := a.s.DetachTimeout * 8 / 10
@@ -491,6 +491,15 @@ func (a *attachment) healthy() error {
 		return errors.New("detaching")
 	case st.State != initiator.StateLive:
 		return fmt.Errorf("%s: %s", st.State, st.LastError)
+	default:
+		for _, ns := range st.Namespaces {
+			switch {
+			case ns.Fault != "":
+				return fmt.Errorf("all requests fail: %s", ns.Fault)
+			case ns.FlushFault != "":
+				return fmt.Errorf("all flushes fail: %s", ns.FlushFault)
+			}
+		}
 	}
 	return nil
 }

@@ -57,3 +57,14 @@ type report struct {
 	WrittenBytes uint64 `json:"written_bytes"`
 	Errors       uint64 `json:"errors"`
 }
+
+// shortState is the state in one word for a list: a connection that is up is not all.
+func (r *report) shortState() string {
+	switch {
+	case r.Fault != "":
+		return r.State + "/fault"
+	case r.FlushFault != "":
+		return r.State + "/flush-fault"
+	}
+	return r.State
+}

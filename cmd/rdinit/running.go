@@ -124,7 +124,7 @@ func newListCommand(env *cli.Env) *cli.Command {
 				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tATTACHED AS\tNQN")
 				for _, r := range list {
 					p := r.report
-					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", p.Name, p.State, config.FormatSize(p.Size), p.NSID, p.Address, p.Device+p.Socket, p.NQN)
+					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", p.Name, p.shortState(), config.FormatSize(p.Size), p.NSID, p.Address, p.Device+p.Socket, p.NQN)
 				}
 				w.Flush()
 			}

@@ -141,6 +141,11 @@ func (s *settings) Validate() error {
 			bad("nqn", "%v", err)
 		}
 	}
+	for i, h := range s.Hosts {
+		if err := protocol.CheckNQN(h); err != nil || !strings.HasPrefix(h, "nqn.") || strings.Contains(h, ",") {
+			bad(fmt.Sprintf("hosts[%d]", i), "%q is no host NQN; write one nqn.… an entry ('rdinit version' prints a machine's)", h)
+		}
+	}
 	ids := map[uint32]bool{}
 	for i, n := range s.Namespaces {
 		if n.Path == "" {

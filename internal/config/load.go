@@ -98,7 +98,7 @@ func Load(dst Validator, src Source) error {
 		WeaklyTypedInput: true,
 		ZeroFields:       true,
 		TagName:          tag,
-		DecodeHook:       mapstructure.ComposeDecodeHookFunc(durationHook, unsignedHook, textHook, listHook),
+		DecodeHook:       mapstructure.ComposeDecodeHookFunc(durationHook, unsignedHook, stringHook, textHook, listHook),
 	})
 	if err != nil {
 		return err
@@ -234,6 +234,22 @@ func unsignedHook(from, to reflect.Type, data any) (any, error) {
 		return nil, fmt.Errorf("%v is negative", data)
 	}
 	return data, nil
+}
+
+// stringHook refuses what the file's syntax has made a number or a truth value of
+// where a text is wanted: 0010 would become "8", 1e3 "1000", a long serial number rounded.
+func stringHook(from, to reflect.Type, data any) (any, error) {
+	if to.Kind() != reflect.String || from.Kind() == reflect.String {
+		return data, nil
+	}
+	switch from.Kind() {
+	case reflect.Bool, reflect.Float32, reflect.Float64:
+	default:
+		if from.Kind() < reflect.Int || from.Kind() > reflect.Uint64 {
+			return data, nil
+		}
+	}
+	return nil, fmt.Errorf("it was read as the %s %v and is to be a text: put it in quotes", from.Kind(), data)
 }
 
 // textHook lets types read themselves from a string.

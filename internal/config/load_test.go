@@ -168,3 +168,17 @@ func TestChanged(t *testing.T) {
 		t.Errorf("changed %v", got)
 	}
 }
+
+// A text that looks like a number is not silently another text.
+func TestUnquotedNumbersAreNoTexts(t *testing.T) {
+	for _, v := range []string{"0010", "007", "1e3", "1.10", "12345678901234567890", "true"} {
+		err := Load(defaults(), Source{File: write(t, "name: "+v+"\n")})
+		if err == nil || !strings.Contains(err.Error(), "name") || !strings.Contains(err.Error(), "quotes") {
+			t.Errorf("name: %s: %v", v, err)
+		}
+		got := defaults()
+		if err := Load(got, Source{File: write(t, "name: '"+v+"'\n")}); err != nil || got.Name != v {
+			t.Errorf("name: '%s': %q, %v", v, got.Name, err)
+		}
+	}
+}

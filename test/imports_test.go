@@ -30,7 +30,7 @@ var mayImport = map[string][]string{
 	"rdblk/internal/version":   {},
 	"rdblk/internal/cli":       {},
 	"rdblk/internal/control":   {},
-	"rdblk/internal/config":    {"rdblk/blockdev", "rdblk/internal/worker", "rdblk/internal/arena"},
+	"rdblk/internal/config":    {"rdblk/internal/cli", "rdblk/blockdev", "rdblk/internal/worker", "rdblk/internal/arena"},
 	"rdblk/internal/losses":    {"rdblk/blockdev", "rdblk/internal/..."},
 	"rdblk/internal/metrics":   {"rdblk/rdma/...", "rdblk/rdma", "rdblk/internal/..."},
 	"rdblk/cmd/rdtarget":       {"rdblk/target", "rdblk/protocol", "rdblk/rdma", "rdblk/rdma/...", "rdblk/blockdev", "rdblk/internal/..."},

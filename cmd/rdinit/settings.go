@@ -2,12 +2,9 @@ package main
 
 import (
 	"crypto/sha256"
-	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
 
@@ -93,15 +90,13 @@ func defaultSettings() *settings {
 // Validate returns all problems that show without touching the machine, each
 // with the setting's name in front.
 func (s *settings) Validate() error {
-	var errs []error
-	bad := func(key, format string, a ...any) {
-		errs = append(errs, fmt.Errorf("%s: %s", key, fmt.Sprintf(format, a...)))
-	}
+	c := config.NewCheck(defaultSettings())
+	bad := c.Bad
 	if s.Address != "" {
 		if host, _, err := cli.SplitAddr(s.Address, cli.DefaultPort); err != nil {
 			bad("address", "%v", err)
 		} else if host == "" {
-			bad("address", "%q names no machine", s.Address)
+			bad("address", "%q names no machine; write ADDR:PORT", s.Address)
 		}
 	}
 	if s.Local != "" {
@@ -116,57 +111,70 @@ func (s *settings) Validate() error {
 	default:
 		bad("provider", "%q is none of auto, iwarp, verbs", s.Provider)
 	}
+	nqn := func(key, v, advice string) {
+		if v == "" {
+			return
+		}
+		if err := protocol.CheckNQN(v); err != nil || !strings.HasPrefix(v, "nqn.") || strings.Contains(v, ",") {
+			bad(key, "%q is no NQN, as nqn.2014-08.org.nvmexpress:uuid:… is one (%s)", v, advice)
+		}
+	}
+	nqn("nqn", s.NQN, "'rdinit discover' prints what a target has")
+	if s.NQN == protocol.DiscoveryNQN {
+		bad("nqn", "that is the discovery service, which has no disks ('rdinit discover' prints what a target has)")
+	}
+	nqn("host_nqn", s.HostNQN, "left out it is what 'rdinit version' prints")
 	if s.Device != "" {
 		if _, err := nbd.ParseDevice(s.Device); err != nil {
 			bad("device", "%v", err)
 		}
 	}
-	switch s.CRC {
-	case "auto", "on", "off":
-	default:
-		bad("crc", "%q is none of auto, on, off", s.CRC)
-	}
+	c.OneOf("crc", s.CRC, "auto", "on", "off")
 	if s.Name != "" {
 		if err := control.CheckName(s.Name); err != nil {
 			bad("name", "%v", err)
 		}
 	}
 	if s.RunDir != "" && !filepath.IsAbs(s.RunDir) {
-		bad("run_dir", "%q is not an absolute path", s.RunDir)
+		bad("run_dir", "%q is not an absolute path (for example /run/rdblk)", s.RunDir)
 	}
 	if len(s.Socket) > 107 {
-		bad("socket", "%q is longer than the 107 bytes that a Unix socket may have", s.Socket)
+		bad("socket", "%q is longer than the 107 bytes that a Unix socket's path may have (for example /run/disk.sock)", s.Socket)
 	}
 	if s.HTTP != "" {
-		if _, port, err := cli.SplitAddr(s.HTTP, 0); err != nil {
+		if err := cli.ListenAddr(s.HTTP, 9421); err != nil {
 			bad("http", "%v", err)
-		} else if port == 0 && !strings.HasSuffix(s.HTTP, ":0") {
-			bad("http", "%q has no port; write ADDR:PORT", s.HTTP)
 		}
 	}
 	if err := cli.CheckLog(s.Log.Level, s.Log.Format); err != nil {
-		errs = append(errs, fmt.Errorf("log.%w", err))
+		word, rest, _ := strings.Cut(err.Error(), ": ")
+		bad("log."+word, "%s", rest)
 	}
-	switch s.Polling {
-	case "adaptive", "busy", "never":
-	default:
-		bad("polling", "%q is none of adaptive, busy, never", s.Polling)
+	c.OneOf("polling", s.Polling, "adaptive", "never", "busy")
+	if s.NSID == protocol.NSIDAll {
+		bad("nsid", "%d means all namespaces: name one (for example 1)", s.NSID)
 	}
-	positive := map[string]int64{ // zero would mean "default" to the library
-		"depth": int64(s.Depth), "buffer_memory": int64(s.BufferMemory), "max_transfer": int64(s.MaxTransfer),
-		"detach_timeout": int64(s.DetachTimeout), "keep_alive": int64(s.KeepAlive), "connect_timeout": int64(s.ConnectTimeout),
-		"request_timeout": int64(s.RequestTimeout), "reconnect_delay": int64(s.ReconnectDelay), "reconnect_max_delay": int64(s.ReconnectMaxDelay),
-		"retry_timeout": int64(s.RetryTimeout), "max_poll": int64(s.MaxPoll),
-	}
-	for _, key := range slices.Sorted(maps.Keys(positive)) {
-		if positive[key] <= 0 {
-			bad(key, "it must be positive")
+	for _, cpu := range s.PinCPUs {
+		if cpu < 0 || cpu > 1023 {
+			bad("pin_cpus", "%d is outside 0 to 1023 (for example 0,1)", cpu)
 		}
 	}
+	config.Between(c, "queues", s.Queues, 0, initiator.MaxQueues, "one per processor")
+	config.Between(c, "depth", s.Depth, initiator.MinDepth, initiator.MaxDepth, "")
+	config.Between(c, "buffer_memory", s.BufferMemory, initiator.MinBufferMemory, initiator.MaxBufferMemory, "")
+	config.Between(c, "max_transfer", s.MaxTransfer, 4096, protocol.MaxKeyedLength, "")
+	config.Between(c, "keep_alive", s.KeepAlive, initiator.MinKeepAlive, time.Hour, "")
+	config.Between(c, "reconnect_delay", s.ReconnectDelay, time.Millisecond, time.Hour, "")
+	config.Between(c, "reconnect_max_delay", s.ReconnectMaxDelay, max(time.Millisecond, s.ReconnectDelay), time.Hour, "")
+	config.Between(c, "request_timeout", s.RequestTimeout, 10*time.Millisecond, 24*time.Hour, "")
+	config.Between(c, "connect_timeout", s.ConnectTimeout, 10*time.Millisecond, time.Hour, "")
+	config.Between(c, "retry_timeout", s.RetryTimeout, time.Millisecond, 24*time.Hour, "")
+	config.Positive(c, "max_poll", s.MaxPoll)
+	config.Positive(c, "detach_timeout", s.DetachTimeout)
 	if s.LossTimeout == 0 {
-		bad("loss_timeout", "it must be positive, or negative for waiting for ever")
+		bad("loss_timeout", "0s is not above 0 (for example 10m; negative: requests wait for ever)")
 	}
-	// The library's own rules, in our words for the fields. Provider and address come later.
+	// The library's own rules, in case it has one more. Provider and address come later.
 	if err := s.initiatorConfig().Validate(); err != nil {
 		for line := range strings.SplitSeq(err.Error(), "\n") {
 			field, rest, _ := strings.Cut(line, ": ")
@@ -177,21 +185,12 @@ func (s *settings) Validate() error {
 			if key == "" {
 				key = field
 			}
-			if !mentions(errs, key) {
-				errs = append(errs, fmt.Errorf("%s: %s", key, rest))
+			if !c.Has(key) {
+				bad(key, "%s", rest)
 			}
 		}
 	}
-	return errors.Join(errs...)
-}
-
-func mentions(errs []error, key string) bool {
-	for _, e := range errs {
-		if strings.HasPrefix(e.Error(), key+": ") {
-			return true
-		}
-	}
-	return false
+	return c.Err()
 }
 
 // keyOfField translates the field names in initiator.Config.Validate.

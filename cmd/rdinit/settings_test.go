@@ -105,3 +105,47 @@ func TestHostNQNIsStable(t *testing.T) {
 		t.Errorf("%s: an invalid file is taken", got)
 	}
 }
+
+// The ranges that the program names are the library's: what is said to be allowed is, and what is next to it is
+// refused in the operator's words.
+func TestRangesAreTheLibrarys(t *testing.T) {
+	for _, c := range [][5]string{
+		{"queues", "0", "1024", "-1", "1025"},
+		{"depth", "2", "1024", "1", "1025"},
+		{"buffer_memory", "1M", "64G", "1048575", "65G"},
+		{"max_transfer", "4K", "16777215", "4095", "16M"},
+		{"keep_alive", "100ms", "1h", "99ms", "61m"},
+		{"reconnect_delay", "1ms", "5s", "1us", "2h"},
+		{"reconnect_max_delay", "100ms", "1h", "99ms", "2h"},
+		{"request_timeout", "10ms", "24h", "9ms", "25h"},
+		{"connect_timeout", "10ms", "1h", "9ms", "2h"},
+		{"retry_timeout", "1ms", "24h", "1us", "25h"},
+		{"max_poll", "1ns", "", "0s", ""},
+		{"detach_timeout", "1ns", "", "0s", ""},
+		{"loss_timeout", "-1s", "", "0s", ""},
+		{"pin_cpus", "0", "1023", "-1", "1024"},
+		{"nsid", "0", "4294967294", "", "4294967295"},
+	} {
+		load := func(v string) error {
+			return config.Load(defaultSettings(), config.Source{Prefix: envPrefix, Environ: []string{config.EnvName(envPrefix, c[0]) + "=" + v}})
+		}
+		for _, v := range []string{c[1], c[2]} {
+			if err := load(v); v != "" && err != nil {
+				t.Errorf("%s=%s: %v", c[0], v, err)
+			}
+		}
+		for _, v := range []string{c[3], c[4]} {
+			err := load(v)
+			if v == "" {
+				continue
+			}
+			if err == nil {
+				t.Errorf("%s=%s: accepted", c[0], v)
+				continue
+			}
+			if line := err.Error(); !strings.HasPrefix(line, c[0]+": ") || !strings.Contains(line, "for example") && !strings.Contains(line, "(0: ") {
+				t.Errorf("%s=%s: %q does not name the setting and an example", c[0], v, line)
+			}
+		}
+	}
+}

@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
 
@@ -117,12 +115,10 @@ func defaultSettings() *settings {
 // Validate returns all problems that show without touching the machine, each
 // with the setting's name in front.
 func (s *settings) Validate() error {
-	var errs []error
-	bad := func(key, format string, a ...any) {
-		errs = append(errs, fmt.Errorf("%s: %s", key, fmt.Sprintf(format, a...)))
-	}
+	c := config.NewCheck(defaultSettings())
+	bad := c.Bad
 	if len(s.Listen) == 0 {
-		bad("listen", "there is no address")
+		bad("listen", "there is no address (for example 127.0.0.1:%d)", cli.DefaultPort)
 	}
 	for _, l := range s.Listen {
 		if _, _, err := cli.SplitAddr(l, cli.DefaultPort); err != nil {
@@ -138,107 +134,119 @@ func (s *settings) Validate() error {
 	}
 	if s.NQN != "" {
 		if err := protocol.ValidateNQN(s.NQN); err != nil {
-			bad("nqn", "%v", err)
+			bad("nqn", "%q cannot be a subsystem's name: write nqn.YYYY-MM.reversed.domain:name, for example nqn.2026-11.io.rdblk:disk1", s.NQN)
+		} else if s.NQN == protocol.DiscoveryNQN {
+			bad("nqn", "%s is the discovery service's (for example nqn.2026-11.io.rdblk:disk1)", s.NQN)
 		}
 	}
+	if len(s.Serial) > 20 || strings.ContainsFunc(s.Serial, func(r rune) bool { return r < 0x20 || r > 0x7e }) {
+		bad("serial", "%q is not up to 20 printable ASCII characters (for example 00000001)", s.Serial)
+	}
+	if len(s.Hosts) > target.MaxHosts {
+		bad("hosts", "%d are more than %d", len(s.Hosts), target.MaxHosts)
+	}
+	badHost := false
 	for i, h := range s.Hosts {
 		if err := protocol.CheckNQN(h); err != nil || !strings.HasPrefix(h, "nqn.") || strings.Contains(h, ",") {
 			bad(fmt.Sprintf("hosts[%d]", i), "%q is no host NQN; write one nqn.… an entry ('rdinit version' prints a machine's)", h)
+			badHost = true
 		}
 	}
 	ids := map[uint32]bool{}
 	for i, n := range s.Namespaces {
+		key := func(name string) string { return fmt.Sprintf("namespaces[%d].%s", i, name) }
 		if n.Path == "" {
-			bad(fmt.Sprintf("namespaces[%d].path", i), "it is empty")
+			bad(key("path"), "it is empty: name a file, a block device, mem:SIZE or null:SIZE")
 		}
 		if n.NSID > target.MaxNamespaces {
-			bad(fmt.Sprintf("namespaces[%d].nsid", i), "%d is above %d", n.NSID, target.MaxNamespaces)
+			bad(key("nsid"), "%d is outside 1 to %d (0: the next free one)", n.NSID, target.MaxNamespaces)
 		}
 		if n.NSID != 0 && ids[n.NSID] {
-			bad(fmt.Sprintf("namespaces[%d].nsid", i), "%d is used twice", n.NSID)
+			bad(key("nsid"), "%d is used twice", n.NSID)
 		}
 		ids[n.NSID] = true
-		if b := n.BlockSize; b != 0 && (b < 512 || b > 64<<10 || b&(b-1) != 0) {
-			bad(fmt.Sprintf("namespaces[%d].block_size", i), "%v is not a power of two between 512 and 64K", b)
+		if b := n.BlockSize; b != 0 && (b < blockdev.MinBlockSize || b > blockdev.MaxBlockSize || b&(b-1) != 0) {
+			bad(key("block_size"), "%v is not a power of two between 512 and 64K (for example 4K; 0: what the store has)", b)
+		}
+		if kind, size, ok := strings.Cut(n.Path, ":"); ok && (kind == "mem" || kind == "null") {
+			if n, err := blockdev.ParseSize(size); err != nil {
+				bad(key("path"), "%s: %v", kind, err)
+			} else if n < blockdev.MinBlockSize {
+				bad(key("path"), "%s:%s: it needs room for a block at least (for example %s:64M)", kind, size, kind)
+			}
 		}
 	}
 	if len(s.Namespaces) > target.MaxNamespaces {
-		bad("namespaces", "%d are more than %d", len(s.Namespaces), target.MaxNamespaces)
+		bad("namespaces", "%d are more than the %d that a subsystem can have: serve the rest with another rdtarget", len(s.Namespaces), target.MaxNamespaces)
 	}
-	switch s.CRC {
-	case "auto", "on", "off":
-	default:
-		bad("crc", "%q is none of auto, on, off", s.CRC)
-	}
+	c.OneOf("crc", s.CRC, "auto", "on", "off")
 	if s.Name != "" {
 		if err := control.CheckName(s.Name); err != nil {
 			bad("name", "%v", err)
 		}
 	}
 	if s.RunDir != "" && !filepath.IsAbs(s.RunDir) {
-		bad("run_dir", "%q is not an absolute path", s.RunDir)
+		bad("run_dir", "%q is not an absolute path (for example /run/rdblk)", s.RunDir)
 	}
 	if s.HTTP != "" {
-		if _, port, err := cli.SplitAddr(s.HTTP, 0); err != nil {
+		if err := cli.ListenAddr(s.HTTP, 9420); err != nil {
 			bad("http", "%v", err)
-		} else if port == 0 && !strings.HasSuffix(s.HTTP, ":0") {
-			bad("http", "%q has no port; write ADDR:PORT", s.HTTP)
 		}
-	}
-	if s.ShutdownTimeout <= 0 {
-		bad("shutdown_timeout", "%v is not positive", s.ShutdownTimeout)
 	}
 	if err := cli.CheckLog(s.Log.Level, s.Log.Format); err != nil {
-		errs = append(errs, fmt.Errorf("log.%w", err))
+		word, rest, _ := strings.Cut(err.Error(), ": ")
+		bad("log."+word, "%s", rest)
 	}
-	switch s.Polling {
-	case "adaptive", "busy", "never":
-	default:
-		bad("polling", "%q is none of adaptive, busy, never", s.Polling)
-	}
-	positive := map[string]int64{ // zero would mean "default" to the library
-		"queue_depth": int64(s.QueueDepth), "max_io": int64(s.MaxIO), "buffer_memory": int64(s.BufferMemory),
-		"read_depth": int64(s.ReadDepth), "max_controllers": int64(s.MaxControllers), "max_queues": int64(s.MaxQueues),
-		"max_queues_per_controller": int64(s.MaxQueuesPerController), "max_pending": int64(s.MaxPending),
-		"accept_timeout": int64(s.AcceptTimeout), "connect_timeout": int64(s.ConnectTimeout),
-		"association_timeout": int64(s.AssociationTimeout), "discovery_timeout": int64(s.DiscoveryTimeout),
-		"fence_timeout": int64(s.FenceTimeout), "max_poll": int64(s.MaxPoll),
-	}
-	for _, key := range slices.Sorted(maps.Keys(positive)) {
-		if positive[key] <= 0 {
-			bad(key, "it must be positive")
+	c.OneOf("polling", s.Polling, "adaptive", "never", "busy")
+	for _, cpu := range s.PinCPUs {
+		if cpu < 0 || cpu > 1023 {
+			bad("pin_cpus", "%d is outside 0 to 1023 (for example 0,1)", cpu)
 		}
 	}
-	if s.InCapsule < 0 {
-		bad("in_capsule", "%d is negative", s.InCapsule)
+	config.Between(c, "workers", s.Workers, 0, 1024, "one per processor")
+	config.Between(c, "queue_depth", s.QueueDepth, 2, 1024, "")
+	config.Between(c, "in_capsule", s.InCapsule, 0, 16<<10, "no data comes with a command")
+	if s.InCapsule%16 != 0 && !c.Has("in_capsule") {
+		bad("in_capsule", "%v is no multiple of 16 (for example 4K)", s.InCapsule)
 	}
-	// The library's own rules, in our words for the fields.
-	c := s.targetConfig()
-	if c.NQN == "" {
-		c.NQN = "nqn.2026-11.io.rdblk:checked-later" // made of the first namespace's name when it serves
+	config.Between(c, "max_io", s.MaxIO, 8<<10, 8<<20, "")
+	if s.MaxIO&(s.MaxIO-1) != 0 && !c.Has("max_io") {
+		bad("max_io", "%v is no power of two (for example 1M)", s.MaxIO)
 	}
-	if err := c.Validate(); err != nil {
+	if least := 2 * s.MaxIO; !c.Has("max_io") && (s.BufferMemory < least || s.BufferMemory > 1<<40) {
+		bad("buffer_memory", "%v is outside %v to 1T: it must have room for two transfers of max_io, which is %v (for example 64M)", s.BufferMemory, least, s.MaxIO)
+	}
+	config.Between(c, "read_depth", s.ReadDepth, 1, 128, "")
+	config.Between(c, "executors", s.Executors, 0, 4096, fmt.Sprintf("%d", blockdev.DefaultExecutors))
+	config.Between(c, "max_controllers", s.MaxControllers, 1, protocol.MaxCNTLID, "")
+	config.Between(c, "max_queues_per_controller", s.MaxQueuesPerController, 1, 65534, "")
+	config.Between(c, "max_queues", s.MaxQueues, 2, 1<<20, "")
+	config.Between(c, "max_pending", s.MaxPending, 1, 1<<20, "")
+	config.Positive(c, "accept_timeout", s.AcceptTimeout)
+	config.Positive(c, "connect_timeout", s.ConnectTimeout)
+	config.Positive(c, "association_timeout", s.AssociationTimeout)
+	config.Positive(c, "discovery_timeout", s.DiscoveryTimeout)
+	config.Positive(c, "fence_timeout", s.FenceTimeout)
+	config.Positive(c, "shutdown_timeout", s.ShutdownTimeout)
+	config.Positive(c, "max_poll", s.MaxPoll)
+	// The library's own rules, in case it has one more.
+	t := s.targetConfig()
+	if t.NQN == "" {
+		t.NQN = "nqn.2026-11.io.rdblk:checked-later" // made of the first namespace's name when it serves
+	}
+	if err := t.Validate(); err != nil {
 		for line := range strings.SplitSeq(err.Error(), "\n") {
 			field, rest, _ := strings.Cut(line, ": ")
 			key := keyOfField[field]
 			if key == "" {
 				key = field
 			}
-			if e := fmt.Errorf("%s: %s", key, rest); !mentions(errs, key) {
-				errs = append(errs, e)
+			if !c.Has(key) && !(key == "hosts" && badHost) {
+				bad(key, "%s", rest)
 			}
 		}
 	}
-	return errors.Join(errs...)
-}
-
-func mentions(errs []error, key string) bool {
-	for _, e := range errs {
-		if strings.HasPrefix(e.Error(), key+": ") {
-			return true
-		}
-	}
-	return false
+	return c.Err()
 }
 
 // keyOfField translates the field names in target.Config.Validate.

@@ -75,7 +75,7 @@ func TestValidateSaysEverything(t *testing.T) {
 		t.Fatal("accepted")
 	}
 	for _, want := range []string{
-		"listen: ", "provider: ", "nqn: ", "serial: ", "hosts: ", "namespaces[1].nsid: 3 is used twice", "namespaces[2].nsid: 5000",
+		"listen: ", "provider: ", "nqn: ", "serial: ", "hosts[0]: ", "namespaces[1].nsid: 3 is used twice", "namespaces[2].nsid: 5000",
 		"namespaces[2].path: ", "namespaces[3].block_size: ", "name: ", "run_dir: ", "http: ", "log.level: ", "polling: ", "queue_depth: ",
 		"in_capsule: ", "max_io: ", "connect_timeout: ", "shutdown_timeout: ",
 	} {
@@ -163,6 +163,67 @@ func TestCheckPaths(t *testing.T) {
 	for _, want := range []string{"namespaces[0].path: " + dir, `namespaces[1].path: size "lots"`, "namespaces[2].path: ", "namespaces[3].path: /dev/null"} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("nothing about %q in %v", want, err)
+		}
+	}
+}
+
+// The ranges that the program names are the library's: what is said to be allowed is, and what is next to it is
+// refused in the operator's words.
+func TestRangesAreTheLibrarys(t *testing.T) {
+	for _, c := range []struct {
+		key, low, high, below, above string
+		also                         string // a setting that the bound depends on
+	}{
+		{"workers", "0", "1024", "-1", "1025", ""},
+		{"queue_depth", "2", "1024", "1", "1025", ""},
+		{"in_capsule", "0", "16384", "", "16400", ""}, {"in_capsule", "16", "", "8", "", ""},
+		{"max_io", "8K", "8M", "4K", "16M", ""},
+		{"buffer_memory", "2M", "1T", "2097151", "1099511627777", ""},
+		{"buffer_memory", "16M", "1T", "8M", "2T", "max_io=8M"},
+		{"executors", "0", "4096", "-1", "4097", ""},
+		{"read_depth", "1", "128", "0", "129", ""},
+		{"max_controllers", "1", "65519", "0", "65520", ""},
+		{"max_queues_per_controller", "1", "65534", "0", "65535", ""},
+		{"max_queues", "2", "1048576", "1", "1048577", ""},
+		{"max_pending", "1", "1048576", "0", "1048577", ""},
+		{"accept_timeout", "1ns", "", "0s", "", ""}, {"connect_timeout", "1ns", "", "0s", "", ""}, {"association_timeout", "1ns", "", "-1s", "", ""},
+		{"discovery_timeout", "1ns", "", "0s", "", ""}, {"fence_timeout", "1ns", "", "0s", "", ""}, {"shutdown_timeout", "1ns", "", "0s", "", ""},
+		{"max_poll", "1ns", "", "0s", "", ""},
+		{"pin_cpus", "0", "1023", "-1", "1024", ""},
+	} {
+		load := func(v string) error {
+			env := []string{config.EnvName(envPrefix, c.key) + "=" + v}
+			if key, val, ok := strings.Cut(c.also, "="); ok {
+				env = append(env, config.EnvName(envPrefix, key)+"="+val)
+			}
+			return config.Load(defaultSettings(), config.Source{Prefix: envPrefix, Environ: env})
+		}
+		for _, v := range []string{c.low, c.high} {
+			if v == "" {
+				continue
+			}
+			if err := load(v); err != nil {
+				t.Errorf("%s=%s %s: %v", c.key, v, c.also, err)
+			}
+		}
+		for _, v := range []string{c.below, c.above} {
+			if v == "" {
+				continue
+			}
+			err := load(v)
+			if err == nil {
+				t.Errorf("%s=%s %s: accepted", c.key, v, c.also)
+				continue
+			}
+			line := err.Error()
+			if !strings.HasPrefix(line, c.key+": ") || strings.Contains(line, "\n") || !strings.Contains(line, "for example") && !strings.Contains(line, "(0: ") {
+				t.Errorf("%s=%s: %q does not name the setting and an example, once", c.key, v, line)
+			}
+			for _, word := range []string{"MaxIO", "BufferMemory", "Workers", "is negative"} {
+				if strings.Contains(line, word) {
+					t.Errorf("%s=%s: %q is not the operator's word in %q", c.key, v, word, line)
+				}
+			}
 		}
 	}
 }

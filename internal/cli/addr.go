@@ -46,6 +46,25 @@ func SplitAddr(s string, def uint16) (host string, port uint16, err error) {
 	return host, uint16(n), nil
 }
 
+// A LookupError says that a name could not be made an address.
+type LookupError struct{ err error }
+
+func (e *LookupError) Error() string { return Plain(e.err).Error() }
+
+func (e *LookupError) Unwrap() error { return e.err }
+
+// ListenAddr checks an ADDR:PORT to listen at, in which a port must be named; def is one for the example.
+func ListenAddr(s string, def uint16) error {
+	if _, err := strconv.ParseUint(s, 10, 16); err == nil {
+		return fmt.Errorf("%q is no ADDR:PORT; for that port on this machine alone write 127.0.0.1:%s", s, s)
+	}
+	_, port, err := SplitAddr(s, 0)
+	if err == nil && port == 0 && !strings.HasSuffix(s, ":0") {
+		err = fmt.Errorf("%q has no port; write ADDR:PORT, for example 127.0.0.1:%d", s, def)
+	}
+	return err
+}
+
 // ResolveAddr makes an address of what the user wrote; a name is looked up and
 // the first answer taken, IPv4 before IPv6. An empty host is the wildcard.
 func ResolveAddr(ctx context.Context, s string, def uint16) (netip.AddrPort, error) {
@@ -61,7 +80,7 @@ func ResolveAddr(ctx context.Context, s string, def uint16) (netip.AddrPort, err
 	}
 	ips, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 	if err != nil {
-		return netip.AddrPort{}, fmt.Errorf("look up %q: %w", host, err)
+		return netip.AddrPort{}, fmt.Errorf("look up %q: %w (is the name right, and a name server reachable? An IP address needs none)", host, &LookupError{err})
 	}
 	best := ips[0].Unmap()
 	for _, ip := range ips {

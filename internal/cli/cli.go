@@ -125,7 +125,7 @@ func (p *Program) Main(ctx context.Context, env *Env, args []string) int {
 				p.commandHelp(env.Stdout, c)
 				return ExitOK
 			}
-			return p.fail(env, args[1], Usagef("there is no such command"))
+			return p.fail(env, "", Usagef("there is no command %q%s", args[1], p.didYouMean(args[1])))
 		}
 		p.help(env.Stdout)
 		return ExitOK
@@ -137,14 +137,14 @@ func (p *Program) Main(ctx context.Context, env *Env, args []string) int {
 		if strings.HasPrefix(args[0], "-") {
 			return p.fail(env, "", Usagef("unknown flag %q before the command", args[0]))
 		}
-		return p.fail(env, "", Usagef("there is no command %q", args[0]))
+		return p.fail(env, "", Usagef("there is no command %q%s", args[0], p.didYouMean(args[0])))
 	}
 	if err := c.Flags.Parse(args[1:]); err != nil {
 		if errors.Is(err, pflag.ErrHelp) {
 			p.commandHelp(env.Stdout, c)
 			return ExitOK
 		}
-		return p.fail(env, c.Name, Usage(err))
+		return p.fail(env, c.Name, Usage(flagError(c.Flags, err)))
 	}
 	if !c.OwnSignals {
 		var stop func()
@@ -178,6 +178,14 @@ func untilSignal(ctx context.Context, env *Env) (context.Context, func()) {
 		}
 	}()
 	return ctx, func() { cancel(nil) }
+}
+
+func (p *Program) didYouMean(word string) string {
+	names := []string{"help"}
+	for _, c := range p.Commands {
+		names = append(names, c.Name)
+	}
+	return DidYouMean("", word, names)
 }
 
 func (p *Program) find(name string) *Command {

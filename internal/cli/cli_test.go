@@ -5,12 +5,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestMainExitCodesAndMessages(t *testing.T) {
@@ -43,10 +47,12 @@ func TestMainExitCodesAndMessages(t *testing.T) {
 		{"work --n=3", 2, "", "prog: work: wrapped: c\nSee 'prog work --help'.\n"},
 		{"work --n=4", 1, "", "prog: work: it broke\n"},
 		{"work --nope", 2, "", "prog: work: unknown flag: --nope\nSee 'prog work --help'.\n"},
-		{"work --n=x", 2, "", "prog: work: invalid argument \"x\" for \"--n\" flag: strconv.ParseInt: parsing \"x\": invalid syntax\nSee 'prog work --help'.\n"},
-		{"wrok", 2, "", "prog: there is no command \"wrok\"\nSee 'prog help'.\n"},
+		{"work --n=x", 2, "", "prog: work: --n: \"x\" is no whole number: write one such as 4\nSee 'prog work --help'.\n"},
+		{"wrok", 2, "", "prog: there is no command \"wrok\" (did you mean work?)\nSee 'prog help'.\n"},
+		{"fly", 2, "", "prog: there is no command \"fly\"\nSee 'prog help'.\n"},
+		{"work --n", 2, "", "prog: work: --n needs a value: --n many\nSee 'prog work --help'.\n"},
 		{"--nope work", 2, "", "prog: unknown flag \"--nope\" before the command\nSee 'prog help'.\n"},
-		{"help wrok", 2, "", "prog: wrok: there is no such command\nSee 'prog help'.\n"},
+		{"help wrok", 2, "", "prog: there is no command \"wrok\" (did you mean work?)\nSee 'prog help'.\n"},
 		{"work --help", 0, "Usage: prog work [flags] THING\n\nDoes it.\n\nFlags:\n      --n many   how many (default 1)\n", ""},
 		{"help work", 0, "Usage: prog work [flags] THING\n\nDoes it.\n\nFlags:\n      --n many   how many (default 1)\n", ""},
 	} {
@@ -130,5 +136,71 @@ func TestLogger(t *testing.T) {
 	}
 	if _, err := NewLogger(&b, "info", "xml"); err == nil || !strings.Contains(err.Error(), "format") {
 		t.Error(err)
+	}
+}
+
+// A log that machines read says what its durations are in.
+func TestLoggedDurationsHaveAUnit(t *testing.T) {
+	for _, format := range []string{"json", "text"} {
+		var b bytes.Buffer
+		l, err := NewLogger(&b, "info", format)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Info("x", "after", 90*time.Second, slog.Group("g", "in", 5*time.Millisecond))
+		for _, want := range []string{"1m30s", "5ms"} {
+			if !strings.Contains(b.String(), want) {
+				t.Errorf("%s: no %q in %s", format, want, b.String())
+			}
+		}
+	}
+}
+
+func TestMisfit(t *testing.T) {
+	for _, c := range [][3]string{
+		{"int", "x", `"x" is no whole number: write one such as 4`},
+		{"int", "4.5", `"4.5" is no whole number: write one such as 4`},
+		{"int", "99999999999999999999", "99999999999999999999 is too large"},
+		{"uint32", "-1", "-1 is negative: write a whole number such as 1"},
+		{"uint32", "4294967296", "4294967296 is too large"},
+		{"duration", "5", "5 has no unit: write a duration such as 500ms, 10s, 2m"},
+		{"duration", "soon", `"soon" is no duration: write 500ms, 10s, 2m`},
+		{"bool", "maybe", `"maybe" is neither true nor false`},
+		{"size", "lots", `"lots" is no size: write a number of bytes with an optional unit, such as 4096, 64k, 1M, 10G`},
+	} {
+		if got := Misfit(c[0], c[1]); got != c[2] {
+			t.Errorf("%s %s: %s", c[0], c[1], got)
+		}
+	}
+}
+
+func TestDidYouMean(t *testing.T) {
+	words := []string{"listen", "log.level", "queue_depth", "nqn", "nsid"}
+	for word, want := range map[string]string{
+		"listne": "listen", "Listen": "listen", "queue-depth": "queue_depth", "queue_dept": "queue_depth", "log.levle": "log.level", "nsdi": "nsid",
+		"depth": "", "x": "", "": "", "completely": "", strings.Repeat("listen", 100): "",
+	} {
+		if got := closest(word, words); got != want {
+			t.Errorf("%.20q: %q, want %q", word, got, want)
+		}
+	}
+}
+
+func TestListenAdvice(t *testing.T) {
+	at := netip.MustParseAddrPort("192.0.2.1:443")
+	for err, want := range map[error][]string{
+		unix.EADDRINUSE:    {"ss -ltnp sport = :443", "--listen"},
+		unix.EADDRNOTAVAIL: {"no such address", "127.0.0.1", "--listen"},
+		unix.EACCES:        {"below 1024", "CAP_NET_BIND_SERVICE", "--listen"},
+	} {
+		got := WithAdvice(Plain(&net.OpError{Op: "listen", Net: "tcp", Err: os.NewSyscallError("bind", err)}), ListenAdvice(err, at, "--listen")).Error()
+		for _, w := range append(want, err.Error()) {
+			if strings.Count(got, w) == 0 || strings.Contains(got, "bind:") {
+				t.Errorf("%v: no %q in %s", err, w, got)
+			}
+		}
+	}
+	if got := WithAdvice(unix.EIO, ListenAdvice(unix.EIO, at, "--listen")); got != error(unix.EIO) {
+		t.Error(got)
 	}
 }

@@ -15,11 +15,19 @@ func NewLogger(w io.Writer, level, format string) (*slog.Logger, error) {
 		return nil, err
 	}
 	l.UnmarshalText([]byte(level))
-	o := &slog.HandlerOptions{Level: l}
+	o := &slog.HandlerOptions{Level: l, ReplaceAttr: logAttr}
 	if format == "json" {
 		return slog.New(slog.NewJSONHandler(w, o)), nil
 	}
 	return slog.New(slog.NewTextHandler(w, o)), nil
+}
+
+// logAttr writes durations with their unit, which JSON has no form for.
+func logAttr(_ []string, a slog.Attr) slog.Attr {
+	if a.Value.Kind() == slog.KindDuration {
+		a.Value = slog.StringValue(Duration(a.Value.Duration()))
+	}
+	return a
 }
 
 // CheckLog checks the two words that NewLogger takes.

@@ -13,11 +13,14 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"rdblk/internal/cli"
 
 	"github.com/go-viper/mapstructure/v2"
 	"github.com/spf13/pflag"
@@ -59,7 +62,11 @@ func Load(dst Validator, src Source) error {
 		}
 		i := slices.IndexFunc(all, func(k string) bool { return EnvName("", k) == key })
 		if i < 0 {
-			errs = append(errs, fmt.Errorf("environment variable %s: no such setting", name))
+			var names []string
+			for _, k := range all {
+				names = append(names, EnvName("", k))
+			}
+			errs = append(errs, fmt.Errorf("environment variable %s: no such setting%s", name, cli.DidYouMean(src.Prefix, key, names)))
 			continue
 		}
 		if val != "" { // set to nothing is not set, as usual
@@ -70,10 +77,12 @@ func Load(dst Validator, src Source) error {
 	if src.File != "" {
 		fv := viper.New()
 		fv.SetConfigFile(src.File)
-		if _, err := os.Stat(src.File); err != nil {
-			errs = append(errs, fmt.Errorf("read configuration: %w", err))
+		if f, err := os.Open(src.File); err != nil {
+			errs = append(errs, fmt.Errorf("read configuration %s: %w%s", src.File, cli.Plain(err), fileAdvice(err)))
+		} else if f.Close(); !slices.Contains(fileTypes, strings.ToLower(filepath.Ext(src.File))) {
+			errs = append(errs, fmt.Errorf("read configuration %s: the ending of its name says what is in it, and is none of %s", src.File, strings.Join(fileTypes, ", ")))
 		} else if err := fv.ReadInConfig(); err != nil {
-			errs = append(errs, fmt.Errorf("read configuration %s: %w", src.File, err))
+			errs = append(errs, fmt.Errorf("read configuration %s: %s", src.File, syntax(err)))
 		} else if err := v.MergeConfigMap(fv.AllSettings()); err != nil {
 			errs = append(errs, fmt.Errorf("read configuration %s: %w", src.File, err))
 		}
@@ -104,7 +113,7 @@ func Load(dst Validator, src Source) error {
 		return err
 	}
 	if err := dec.Decode(v.AllSettings()); err != nil {
-		errs = append(errs, tidy(err)...)
+		errs = append(errs, tidy(err, src.File, dst)...)
 	}
 	if err := dst.Validate(); err != nil {
 		errs = append(errs, err)
@@ -161,8 +170,32 @@ func flagValue(f *pflag.Flag) any {
 	return f.Value.String()
 }
 
-// tidy takes the decoder's errors apart and puts them in our words.
-func tidy(err error) []error {
+// fileTypes are the endings of files that can be read.
+var fileTypes = []string{".yaml", ".yml", ".json", ".toml"}
+
+// syntax is what is wrong with a file, on one line.
+func syntax(err error) string {
+	s := err.Error()
+	var p viper.ConfigParseError
+	if errors.As(err, &p) {
+		s = p.Unwrap().Error()
+	}
+	return strings.Join(strings.Fields(s), " ")
+}
+
+func fileAdvice(err error) string {
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return " (is its name right? configs/ has a sample)"
+	case errors.Is(err, os.ErrPermission):
+		return " (this user must be able to read it)"
+	}
+	return ""
+}
+
+// tidy takes the decoder's errors apart and puts them in our words. file is where unknown keys come from:
+// those of the environment and of flags have been looked up before.
+func tidy(err error, file string, dst any) []error {
 	var list []error
 	var walk func(error)
 	walk = func(err error) {
@@ -172,7 +205,7 @@ func tidy(err error) []error {
 				walk(x)
 			}
 		default:
-			list = append(list, oneDecodeError(err))
+			list = append(list, oneDecodeError(err, file, dst))
 		}
 	}
 	for {
@@ -181,30 +214,97 @@ func tidy(err error) []error {
 			walk(multi.(error))
 			return list
 		}
-		return append(list, oneDecodeError(err))
+		return append(list, oneDecodeError(err, file, dst))
 	}
 }
 
-func oneDecodeError(err error) error {
+func oneDecodeError(err error, file string, dst any) error {
 	s := err.Error()
 	s = strings.TrimPrefix(s, "decoding failed due to the following error(s):\n\n")
 	if where, list, ok := strings.Cut(s, "has invalid keys: "); ok {
 		where = strings.Trim(strings.TrimSpace(where), "'")
+		known := keysBelow(dst, where)
 		var es []error
 		for k := range strings.SplitSeq(list, ", ") {
+			hint := cli.DidYouMean("", k, known)
 			if where != "" {
 				k = where + "." + k
 			}
-			es = append(es, fmt.Errorf("%s: no such setting", k))
+			es = append(es, fmt.Errorf("%s: no such setting in %s%s", k, file, hint))
 		}
 		return errors.Join(es...)
 	}
+	var key string
+	var decode *mapstructure.DecodeError
+	if errors.As(err, &decode) {
+		key = decode.Name()
+	}
+	var parse *mapstructure.ParseError
+	var convert *mapstructure.UnconvertibleTypeError
+	switch {
+	case errors.As(err, &parse):
+		return fmt.Errorf("%s: %s", key, cli.Misfit(kindName(parse.Expected.Type()), fmt.Sprint(parse.Value)))
+	case errors.As(err, &convert):
+		return fmt.Errorf("%s: %s", key, misplaced(convert.Expected.Type(), convert.Value))
+	}
 	if strings.HasPrefix(s, "'") {
 		if key, rest, ok := strings.Cut(s[1:], "'"); ok {
-			return fmt.Errorf("%s: %s", key, strings.TrimSpace(rest))
+			rest = strings.TrimSpace(rest)
+			if strings.HasPrefix(rest, "expected a map") {
+				rest = "it is a group of settings, write them below it, indented"
+			}
+			return fmt.Errorf("%s: %s", key, rest)
 		}
 	}
 	return err
+}
+
+// kindName is what package pflag calls a type.
+func kindName(t reflect.Type) string {
+	if t == durationType {
+		return "duration"
+	}
+	if t == reflect.TypeFor[Size]() {
+		return "size"
+	}
+	return t.Kind().String()
+}
+
+// misplaced says that a value has another shape than its setting.
+func misplaced(t reflect.Type, v any) string {
+	switch reflect.ValueOf(v).Kind() {
+	case reflect.Slice, reflect.Array:
+		return "it is a list, and one value is wanted"
+	case reflect.Map:
+		return "it is a group, and one value is wanted"
+	}
+	return cli.Misfit(kindName(t), fmt.Sprint(v))
+}
+
+// keysBelow lists the last words of the settings that there are at a place such as "", "log" or "namespaces[2]".
+func keysBelow(dst any, where string) []string {
+	t := reflect.Indirect(reflect.ValueOf(dst)).Type()
+	for _, word := range strings.FieldsFunc(where, func(r rune) bool { return r == '.' }) {
+		word, _, _ = strings.Cut(word, "[")
+		i := slices.IndexFunc(reflect.VisibleFields(t), func(f reflect.StructField) bool { return f.Tag.Get(tag) == word })
+		if i < 0 {
+			return nil
+		}
+		t = reflect.VisibleFields(t)[i].Type
+		if t.Kind() == reflect.Slice {
+			t = t.Elem()
+		}
+		if t.Kind() != reflect.Struct {
+			return nil
+		}
+	}
+	var list []string
+	for _, f := range reflect.VisibleFields(t) {
+		if k := f.Tag.Get(tag); k != "" && k != "-" {
+			list = append(list, k)
+		}
+	}
+	return list
 }
 
 var durationType = reflect.TypeFor[time.Duration]()
@@ -215,12 +315,9 @@ func durationHook(from, to reflect.Type, data any) (any, error) {
 		return data, nil
 	}
 	s := fmt.Sprint(data)
-	if _, err := strconv.ParseFloat(s, 64); err == nil && s != "0" {
-		return nil, fmt.Errorf("%s has no unit: write a duration such as 500ms, 10s, 2m", s)
-	}
 	d, err := time.ParseDuration(s)
 	if err != nil {
-		return nil, fmt.Errorf("%q is no duration: write 500ms, 10s, 2m", s)
+		return nil, errors.New(cli.Misfit("duration", s))
 	}
 	return d, nil
 }
@@ -231,7 +328,7 @@ func unsignedHook(from, to reflect.Type, data any) (any, error) {
 		return data, nil
 	}
 	if v := reflect.ValueOf(data); v.CanInt() && v.Int() < 0 || v.CanFloat() && v.Float() < 0 {
-		return nil, fmt.Errorf("%v is negative", data)
+		return nil, errors.New(cli.Misfit("uint", fmt.Sprint(data)))
 	}
 	return data, nil
 }

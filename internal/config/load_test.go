@@ -107,21 +107,23 @@ func TestListsAndStructuresFromFileAndEnvironment(t *testing.T) {
 
 func TestEverythingWrongIsSaidAtOnce(t *testing.T) {
 	file := write(t, "nmae: x\ncount: -5\nwait: 10\nlog:\n  levle: debug\nthings:\n  - path: /a\n    idd: 1\n    id: -1\n")
-	err := Load(defaults(), Source{Prefix: "T_", Environ: []string{"T_ON=perhaps", "T_NOPE=1"}, File: file})
+	err := Load(defaults(), Source{Prefix: "T_", Environ: []string{"T_ON=perhaps", "T_NOPE=1", "T_LOG_LEVLE=x", "T_COUNT=many"}, File: file})
 	if err == nil {
 		t.Fatal("no error")
 	}
 	for _, want := range []string{
-		"nmae: no such setting", "log.levle: no such setting", "things[0].idd: no such setting",
-		"environment variable T_NOPE: no such setting", "wait: 10 has no unit", "count: -5 is negative", "things[0].id: -1 is negative", "on: ",
+		"nmae: no such setting in " + file + " (did you mean name?)", "log.levle: no such setting in " + file + " (did you mean level?)",
+		"things[0].idd: no such setting in " + file + " (did you mean id?)",
+		"environment variable T_NOPE: no such setting", "wait: 10 has no unit", "things[0].id: -1 is negative",
+		`on: "perhaps" is neither true nor false`, "T_LOG_LEVLE: no such setting (did you mean T_LOG_LEVEL?)", `count: "many" is no whole number`,
 	} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q is missing", want)
 		}
 	}
 	for line := range strings.SplitSeq(err.Error(), "\n") {
-		if line == "" {
-			t.Error("an empty line in the message")
+		if line == "" || strings.Contains(line, "strconv") || strings.Contains(line, "parse value") {
+			t.Errorf("a line that is no operator's: %q", line)
 		}
 	}
 	t.Logf("the message:\n%v", err)
@@ -129,9 +131,12 @@ func TestEverythingWrongIsSaidAtOnce(t *testing.T) {
 
 func TestFileProblems(t *testing.T) {
 	for name, c := range map[string]struct{ file, want string }{
-		"missing":    {"/nonexistent/x.yaml", "no such file"},
+		"missing":    {"/nonexistent/x.yaml", "read configuration /nonexistent/x.yaml: no such file or directory (is its name right?"},
+		"no type":    {os.DevNull, "none of .yaml"},
+		"list":       {write(t, "count: [1, 2]\n"), "count: it is a list, and one value is wanted"},
+		"group":      {write(t, "count: {a: 1}\n"), "count: it is a group, and one value is wanted"},
 		"not yaml":   {write(t, "a: [\n"), "c.yaml"},
-		"wrong kind": {write(t, "log: debug\n"), "log"},
+		"wrong kind": {write(t, "log: debug\n"), "log: it is a group of settings"},
 		"duplicate":  {write(t, "name: a\nname: b\n"), "already defined"},
 	} {
 		if err := Load(defaults(), Source{File: c.file}); err == nil || !strings.Contains(err.Error(), c.want) {
@@ -180,5 +185,24 @@ func TestUnquotedNumbersAreNoTexts(t *testing.T) {
 		if err := Load(got, Source{File: write(t, "name: '"+v+"'\n")}); err != nil || got.Name != v {
 			t.Errorf("name: '%s': %q, %v", v, got.Name, err)
 		}
+	}
+}
+
+func TestCheck(t *testing.T) {
+	c := NewCheck(defaults())
+	Between(c, "count", 5, 1, 5, "")
+	Positive(c, "wait", time.Nanosecond)
+	if err := c.Err(); err != nil {
+		t.Error(err)
+	}
+	Between(c, "count", 6, 1, 5, "")
+	Between(c, "threads", -1, 0, 5, "one per processor")
+	Between(c, "wait", 2*time.Hour, time.Second, 90*time.Minute, "")
+	Positive(c, "wait", time.Duration(0))
+	c.OneOf("name", "x", "y", "z")
+	want := "count: 6 is outside 1 to 5 (for example 1)\nthreads: -1 is outside 0 to 5 (0: one per processor)\n" +
+		"wait: 2h is outside 1s to 1h30m (for example 1s)\nwait: 0s is not above 0 (for example 1s)\nname: \"x\" is none of y, z"
+	if err := c.Err(); err == nil || err.Error() != want || !c.Has("name") || c.Has("nam") {
+		t.Errorf("%v", err)
 	}
 }

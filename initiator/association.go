@@ -65,6 +65,7 @@ func (s *Session) establish(parent context.Context) (_ *association, err error) 
 	}
 	s.checkCaches(a.epoch)
 	a.watchEvents(ctx)
+	a.watchGone()
 	a.supervise()
 	if err := context.Cause(a.ctx); err != nil {
 		return nil, err
@@ -223,6 +224,33 @@ func (a *association) watchEvents(ctx context.Context) {
 				return
 			}
 			a.event(protocol.AsyncEvent(uint32(k.result)))
+		}
+	})
+}
+
+// goneCheck is how often the target is asked for a namespace that was there.
+const goneCheck = time.Second
+
+// watchGone looks for namespaces that are gone until they are back: not every target
+// sends a notice, and a command's answer may be what told that it is gone.
+func (a *association) watchGone() {
+	a.wg.Go(func() {
+		tick := time.NewTicker(goneCheck)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+			case <-a.ctx.Done():
+				return
+			}
+			if !a.s.anyGone() {
+				continue
+			}
+			ctx, stop := context.WithTimeout(a.ctx, a.s.cfg.ConnectTimeout)
+			if err := a.s.scan(ctx, a.ctrl, true); err != nil && a.ctx.Err() == nil {
+				a.log.Warn("namespaces not read", "error", err)
+			}
+			stop()
 		}
 	})
 }

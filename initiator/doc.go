@@ -72,6 +72,16 @@
 // if the next one is given the same Config.HostID. Linux and SPDK targets do not promise
 // that; Linux hosts take the same risk.
 //
+// # A namespace that goes away
+//
+// A namespace that the target removes or disables while the association stays up is
+// looked for every second, and when the target tells of a change. Until it is found with
+// the same identity nothing is sent to it. Requests wait for it for RetryTimeout, counted
+// from when it went, so that disabling and enabling it is a pause; then they fail with
+// ErrNoNamespace, and later ones at once. With another identity they fail with
+// ErrChanged. The window between a swap of two disks under one number and the target's
+// word of it is the target's to close, as for every host.
+//
 // # Durability
 //
 // A Flush or FUA write that succeeds means what blockdev says, for whatever the target

@@ -17,7 +17,7 @@ const (
 	EventResized                        // namespace NSID has grown to Size
 	EventShrunk                         // namespace NSID has become smaller, which is not taken over
 	EventChanged                        // namespace NSID is another one now (Err); its requests fail
-	EventNamespaceGone                  // namespace NSID was removed at the target
+	EventNamespaceGone                  // namespace NSID was removed or disabled at the target
 	EventNamespaces                     // the list of namespaces was read anew
 	EventCacheLost                      // the target lost unflushed writes to NSID (Err); its requests fail
 )

@@ -217,6 +217,9 @@ type namespace struct {
 	geo atomic.Pointer[geometry]
 	// fault is why no request can be sent to it now: it is another one.
 	fault atomic.Pointer[error]
+	// gone is since when (nano) it has not been there at the target, 0 if it is. Nothing is
+	// sent to it then: what comes in its place may be another disk, and only a scan tells.
+	gone atomic.Int64
 	// ruined is why no request can be sent to it ever again: acknowledged data is gone.
 	ruined atomic.Pointer[error]
 	// flushFailed is why Flush and FUA fail for good.
@@ -259,16 +262,43 @@ func (n *namespace) adopt(d *description, g *geometry, live bool) (grown bool, e
 	if err := n.id.same(d.id); err != nil {
 		return false, err
 	}
+	if n.gone.Load() != 0 {
+		n.s.log.Info("namespace is back at the target", "ns", n.nsid)
+	}
 	if g.info.BlockSize != old.info.BlockSize {
 		return false, fmt.Errorf("blocks had %d bytes and have %d", old.info.BlockSize, g.info.BlockSize)
 	}
 	if shrank = g.info.Size < old.info.Size; shrank {
+		if live {
+			n.gone.Store(0)
+		}
 		return false, fmt.Errorf("it had %d bytes and has %d", old.info.Size, g.info.Size)
 	}
 	n.geo.Store(g)
 	n.fault.Store(nil)
+	n.gone.Store(0)
 	return g.info.Size > old.info.Size, nil
 }
+
+// vanished takes note that the target has it no more. Any goroutine.
+func (n *namespace) vanished() {
+	if !n.gone.CompareAndSwap(0, nano()) {
+		return
+	}
+	n.s.log.Error("namespace is gone at the target: requests wait for it, and fail when the retry timeout is over", "ns", n.nsid, "retry_timeout", n.s.cfg.RetryTimeout)
+	n.s.events.post(Event{Kind: EventNamespaceGone, NSID: n.nsid, Err: ErrNoNamespace})
+}
+
+// goneError is why requests wait or fail; nil if it is there.
+func (n *namespace) goneError() error {
+	since := n.gone.Load()
+	if since == 0 {
+		return nil
+	}
+	return fmt.Errorf("%s: %w: removed or disabled at the target %v ago (%s)", n.name(), ErrNoNamespace, time.Duration(nano()-since).Round(time.Second), goneHint)
+}
+
+const goneHint = "put it back there, or detach"
 
 // withdraw takes note that the target refused a form of a command that it had
 // advertised, and reports whether there is another form to try.

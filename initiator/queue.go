@@ -185,7 +185,12 @@ func (q *ioQueue) issue(r *request) {
 	if r.err == nil {
 		r.err = q.hopeless(r)
 	}
-	if r.err == nil {
+	if since := r.ns.gone.Load(); r.err == nil && since != 0 {
+		r.again, r.later = true, protocol.StatusInvalidNamespace
+		if r.busySince == 0 {
+			r.busySince = since // all that waits fails at the same time, and what comes later at once
+		}
+	} else if r.err == nil {
 		if r.op == blockdev.OpFlush && !r.ns.geometry().info.WriteCache {
 			r.left = 0 // what has been acknowledged is stable
 		}
@@ -337,6 +342,10 @@ func (q *ioQueue) refused(r *request, c *command) {
 	case verdictLater:
 		r.again, r.later = true, c.status
 		return
+	case verdictGone:
+		r.ns.vanished()
+		r.again, r.later = true, c.status
+		return
 	case verdictOther:
 		if r.ns.withdraw(c.sqe.Opcode(), c.sqe.DEAC()) {
 			r.again = true
@@ -392,8 +401,11 @@ func (q *ioQueue) restart(r *request) {
 			r.busySince = now
 		}
 		if time.Duration(now-r.busySince) > q.s.cfg.RetryTimeout {
-			r.err = &CommandError{Op: r.String(), What: r.ns.name(), Status: later,
-				Hint: fmt.Sprintf("repeated for the retry timeout of %v", q.s.cfg.RetryTimeout)}
+			hint := fmt.Sprintf("repeated for the retry timeout of %v", q.s.cfg.RetryTimeout)
+			if later.Code() == protocol.StatusInvalidNamespace {
+				hint = goneHint
+			}
+			r.err = &CommandError{Op: r.String(), What: r.ns.name(), Status: later, Hint: hint}
 			q.finish(r)
 			return
 		}

@@ -829,6 +829,7 @@ func TestNamespaceEvents(t *testing.T) {
 	f := newFakeTarget(t)
 	events := make(chan Event, 64)
 	cfg := testConfig(f, newProvider(t))
+	cfg.RetryTimeout = 100 * time.Millisecond
 	cfg.OnEvent = func(e Event) {
 		if e.Kind != EventConnected && e.Kind != EventNamespaces {
 			events <- e
@@ -887,6 +888,110 @@ func TestNamespaceEvents(t *testing.T) {
 	}
 	if st := s.Status(); st.Reconnects != 0 {
 		t.Errorf("%+v", st)
+	}
+}
+
+// A namespace that is disabled and enabled again is a pause, one that stays away an error
+// in time, and nothing is written to what comes in its place; with and without a notice
+// from the target, and whatever it answers meanwhile.
+func TestNamespaceGone(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		notice bool
+		status protocol.Status
+	}{
+		{"told", true, protocol.StatusInvalidNamespace.WithDNR()},
+		{"told, path error", true, protocol.StatusInternalPathError},
+		{"not told", false, protocol.StatusInvalidNamespace.WithDNR()},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := newFakeTarget(t)
+			f.hook = func(k *fakeCommand) bool { // what a target that has disabled it answers
+				if k.req.QID == 0 || k.cmd.IsFabrics() {
+					return false
+				}
+				k.f.mu.Lock()
+				there := k.f.spaces[k.cmd.NSID()] != nil
+				k.f.mu.Unlock()
+				if !there {
+					_ = k.respond(c.status, 0)
+				}
+				return !there
+			}
+			cfg := testConfig(f, newProvider(t))
+			cfg.RetryTimeout = 3 * time.Second
+			s := connect(t, cfg)
+			d := device(t, s)
+			swap := func(ns *fakeSpace) {
+				f.set(func() {
+					if ns == nil {
+						delete(f.spaces, 1)
+					} else {
+						f.spaces[1] = ns
+					}
+				})
+				if c.notice {
+					eventually(t, "an event request", func() bool {
+						n := make(chan int, 1)
+						f.admins(func(c *fakeConn) { n <- len(c.aers) })
+						return <-n == 1
+					})
+					f.event(protocol.EventNamespaceChanged)
+				}
+			}
+			fault := func() string { return s.Status().Namespaces[0].Fault }
+			old := f.spaces[1]
+			swap(nil)
+			done := make(chan error, 1)
+			go func() { done <- d.WriteAt(pattern(1, 4096), 4096, 0) }()
+			eventually(t, "status says so", func() bool { return strings.Contains(fault(), ErrNoNamespace.Error()) })
+			select {
+			case err := <-done:
+				t.Fatalf("did not wait: %v", err)
+			default:
+			}
+			swap(old)
+			if err := <-done; err != nil || !bytes.Equal(old.content(4096, 4096), pattern(1, 4096)) {
+				t.Errorf("after a pause: %v", err)
+			}
+			eventually(t, "status is clean", func() bool { return fault() == "" })
+
+			swap(nil)
+			start := time.Now()
+			if err := d.WriteAt(pattern(2, 512), 0, 0); !errors.Is(err, ErrNoNamespace) || !strings.Contains(err.Error(), "put it back") {
+				t.Errorf("stayed away: %v", err)
+			}
+			if took := time.Since(start); took < time.Second || took > 20*time.Second {
+				t.Errorf("failed after %v", took)
+			}
+			start = time.Now()
+			if err := d.ReadAt(make([]byte, 512), 0); !errors.Is(err, ErrNoNamespace) {
+				t.Errorf("%v", err)
+			}
+			if took := time.Since(start); took > 2*time.Second {
+				t.Errorf("one that came later failed after %v", took)
+			}
+			other := newFakeSpace(1<<20, 9)
+			swap(other)
+			eventually(t, "the other disk is seen", func() bool { return strings.Contains(fault(), ErrChanged.Error()) })
+			if err := d.WriteAt(pattern(3, 512), 0, 0); !errors.Is(err, ErrChanged) || other.writes.Load() != 0 {
+				t.Errorf("another disk in its place: %v, %d writes", err, other.writes.Load())
+			}
+			swap(nil)
+			swap(old)
+			if !c.notice {
+				if _, err := d.Refresh(); err != nil {
+					t.Error(err)
+				}
+			}
+			eventually(t, "the right one again", func() bool { return fault() == "" })
+			if err := d.WriteAt(pattern(3, 512), 0, 0); err != nil {
+				t.Error(err)
+			}
+			if st := s.Status(); st.Reconnects != 0 || st.FailedAttempts != 0 {
+				t.Errorf("%+v", st)
+			}
+		})
 	}
 }
 

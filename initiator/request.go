@@ -162,13 +162,15 @@ const (
 	verdictFail  verdict = iota // the request fails with it
 	verdictLater                // try again after a while
 	verdictOther                // the target cannot do it in this form: try another
+	verdictGone                 // the target has no such namespace: try again when it is back
 	numVerdicts  = iota
 )
 
 // judge decides what the answer to a command of op means (NVMe Base, "Status Code
 // Definitions"). What a target calls temporary is tried again. An error that might have
 // hit the data is not for a Flush: a second one would find nothing left to write and
-// succeed.
+// succeed. A namespace that was attached and is not there now may come back whatever Do
+// Not Retry says: targets disable one to change it.
 func judge(op blockdev.Op, s protocol.Status) verdict {
 	code := s.Code()
 	switch code {
@@ -177,6 +179,8 @@ func judge(op blockdev.Op, s protocol.Status) verdict {
 			return verdictOther
 		}
 		return verdictFail
+	case protocol.StatusInvalidNamespace:
+		return verdictGone
 	}
 	if s.DoNotRetry() {
 		return verdictFail

@@ -70,12 +70,13 @@ type Session struct {
 	next   atomic.Uint64
 	events *dispatcher
 
-	ctx    context.Context // ends when the session is to stop trying
-	cancel context.CancelFunc
-	stop   chan context.Context // Close asks the manager for an orderly end
-	done   chan struct{}        // the manager has ended
-	closed sync.Once
-	closeE error
+	ctx      context.Context // ends when the session is to stop trying
+	cancel   context.CancelFunc
+	scanning chan struct{}        // holds one while the namespaces are read
+	stop     chan context.Context // Close asks the manager for an orderly end
+	done     chan struct{}        // the manager has ended
+	closed   sync.Once
+	closeE   error
 
 	reconnects, attempts atomic.Uint64 // associations after the first; attempts that failed
 	gaveUp               atomic.Bool   // a request was given up since the last association was made
@@ -112,7 +113,7 @@ func Connect(ctx context.Context, cfg Config) (*Session, error) {
 	cfg = cfg.withDefaults()
 	s := &Session{
 		cfg: cfg, addr: cfg.Addr, subnqn: cfg.SubNQN,
-		stop: make(chan context.Context, 1), done: make(chan struct{}),
+		scanning: make(chan struct{}, 1), stop: make(chan context.Context, 1), done: make(chan struct{}),
 		found: map[uint32]*foundNamespace{}, namespaces: map[uint32]*namespace{},
 		since: time.Now(),
 	}
@@ -425,6 +426,13 @@ const maxNamespaces = 1024
 // missing is an error unless live (a target that restarts may not have it yet), one
 // that is another is marked so that its requests fail.
 func (s *Session) scan(ctx context.Context, c *controller, live bool) error {
+	// One at a time: what an older scan saw must not undo what a newer one found.
+	select {
+	case s.scanning <- struct{}{}:
+		defer func() { <-s.scanning }()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	lim := &controllerLimits{ctrl: c.ident, mpsmin: c.cap.MPSMIN(), maxTransfer: s.cfg.MaxTransfer, subnqn: s.subnqn}
 	var err error
 	if lim.nvm, err = c.nvmLimits(ctx); err != nil {
@@ -464,12 +472,23 @@ func (s *Session) scan(ctx context.Context, c *controller, live bool) error {
 	return nil
 }
 
+// anyGone reports whether a namespace that a Device was made for is not at the target.
+func (s *Session) anyGone() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, n := range s.namespaces {
+		if n.gone.Load() != 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // recheck compares a namespace that is in use with what was found.
 func (s *Session) recheck(n *namespace, f *foundNamespace, live bool) error {
 	switch {
 	case f == nil && live:
-		s.log.Error("namespace is gone at the target, requests fail until it is back", "ns", n.nsid)
-		s.events.post(Event{Kind: EventNamespaceGone, NSID: n.nsid, Err: ErrNoNamespace})
+		n.vanished()
 		return nil
 	case f == nil:
 		return fmt.Errorf("namespace %d: %w (yet)", n.nsid, ErrNoNamespace)

@@ -67,7 +67,7 @@ type NamespaceStatus struct {
 	WriteCache bool          `json:"write_cache"`
 	// Unflushed: writes were acknowledged that no Flush has covered since.
 	Unflushed bool `json:"unflushed"`
-	// Fault is why its requests fail, FlushFault why its flushes do; "" if they do not.
+	// Fault is why its requests fail (or wait, while it is not at the target), FlushFault why its flushes do; "" if they do not.
 	Fault      string `json:"fault,omitempty"`
 	FlushFault string `json:"flush_fault,omitempty"`
 }
@@ -108,6 +108,9 @@ func (s *Session) Status() Status {
 		n := s.namespaces[id]
 		in := n.geometry().info
 		ns := NamespaceStatus{NSID: id, Size: in.Size, BlockSize: in.BlockSize, UUID: in.UUID, ReadOnly: in.ReadOnly, WriteCache: in.WriteCache, Unflushed: n.dirty()}
+		if err := n.goneError(); err != nil {
+			ns.Fault = err.Error()
+		}
 		if f := n.fault.Load(); f != nil {
 			ns.Fault = (*f).Error()
 		}

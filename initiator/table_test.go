@@ -119,6 +119,8 @@ func TestJudge(t *testing.T) {
 		{zero, protocol.StatusInvalidOpcode.WithDNR(), verdictOther},
 		{discard, protocol.StatusCommandSizeExceeded.WithDNR(), verdictOther},
 		{discard, protocol.StatusWriteFault.WithDNR(), verdictFail},
+		{write, protocol.StatusInvalidNamespace.WithDNR(), verdictGone},
+		{flush, protocol.StatusInvalidNamespace, verdictGone},
 	} {
 		if got := judge(c.op, c.s); got != c.want {
 			t.Errorf("%s, %v: %d, want %d", c.op, c.s, got, c.want)

@@ -406,7 +406,7 @@ func (a *attachment) end(force bool) (err error) {
 	if a.kdev != nil { // which has had its time
 		patience = a.s.DetachTimeout * 3 / 10
 	}
-	if force && a.session.Status().State != initiator.StateLive {
+	if st := a.session.Status(); force && (st.State != initiator.StateLive || namespaceOf(st, a.dev.NSID()).Fault != "") {
 		patience = time.Second
 	}
 	timeout, stopTimer := context.WithTimeout(context.Background(), patience)
@@ -452,6 +452,13 @@ func (a *attachment) closeSession(patience time.Duration) {
 func (a *attachment) flush(ctx context.Context) error {
 	if a.dev.Info().ReadOnly {
 		return nil
+	}
+	if st := a.session.Status(); st.State != initiator.StateLive || namespaceOf(st, a.dev.NSID()).Fault != "" {
+		// The target would not answer, and need not: no write is without a flush. (The clients are gone,
+		// so there will be none.)
+		if ns := namespaceOf(st, a.dev.NSID()); !ns.Unflushed && ns.FlushFault == "" && st.Requests == 0 {
+			return nil
+		}
 	}
 	done := make(chan error, 1)
 	go func() { done <- a.dev.Flush() }()
@@ -514,6 +521,16 @@ func (a *attachment) dump() {
 	a.log.Info("state", "status", string(b), "goroutines", runtime.NumGoroutine())
 }
 
+// namespaceOf is the part of one namespace.
+func namespaceOf(st initiator.Status, nsid uint32) initiator.NamespaceStatus {
+	for _, n := range st.Namespaces {
+		if n.NSID == nsid {
+			return n
+		}
+	}
+	return initiator.NamespaceStatus{}
+}
+
 func (a *attachment) report() report {
 	st := a.session.Status()
 	stats := a.session.Stats()
@@ -525,7 +542,7 @@ func (a *attachment) report() report {
 		Size: info.Size, BlockSize: info.BlockSize, ReadOnly: info.ReadOnly,
 		Device: a.devicePath(), Socket: a.socket, URI: a.uri(), Queues: len(st.Queues), Depth: st.Depth,
 		Clients: x.Connections, Requests: st.Requests, InFlight: st.Sent, Waiting: st.Waiting,
-		Reconnects: st.Reconnects, FailedAttempts: st.FailedAttempts,
+		Reconnects: st.Reconnects, FailedAttempts: st.FailedAttempts, Namespaces: append([]initiator.NamespaceInfo{}, a.session.Namespaces()...),
 	}
 	if a.detaching.Load() {
 		p.State = "detaching"
@@ -533,11 +550,8 @@ func (a *attachment) report() report {
 	if st.State != initiator.StateLive {
 		p.LastError = st.LastError
 	}
-	for _, n := range st.Namespaces {
-		if n.NSID == p.NSID {
-			p.Unflushed, p.Fault, p.FlushFault = n.Unflushed, n.Fault, n.FlushFault
-		}
-	}
+	ns := namespaceOf(st, p.NSID)
+	p.Unflushed, p.Fault, p.FlushFault = ns.Unflushed, ns.Fault, ns.FlushFault
 	for op, o := range stats.Ops {
 		p.Errors += o.Failed
 		switch blockdev.Op(op) {

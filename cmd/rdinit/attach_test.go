@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"io"
 	"log/slog"
 	"net"
@@ -58,6 +59,16 @@ func mem(t *testing.T, spec string) blockdev.Device {
 	}
 	t.Cleanup(func() { d.Close() })
 	return d
+}
+
+// file is a store with a write cache.
+func file(t *testing.T) blockdev.Device {
+	t.Helper()
+	f := filepath.Join(t.TempDir(), "disk.img")
+	if err := errors.Join(os.WriteFile(f, nil, 0o600), os.Truncate(f, 64<<20)); err != nil {
+		t.Fatal(err)
+	}
+	return mem(t, f)
 }
 
 func TestHelpTexts(t *testing.T) {
@@ -341,7 +352,7 @@ func TestDetach(t *testing.T) {
 
 // Nothing is called detached that may not be on stable storage.
 func TestDetachWhileTheTargetIsAway(t *testing.T) {
-	addr, tg := startTarget(t, "127.0.0.1:0", mem(t, "mem:64M"))
+	addr, tg := startTarget(t, "127.0.0.1:0", file(t))
 	dir := clitest.Dir(t)
 	run := filepath.Join(dir, "run")
 	environ := []string{"RDINIT_DETACH_TIMEOUT=500ms"}
@@ -370,7 +381,7 @@ func TestDetachWhileTheTargetIsAway(t *testing.T) {
 	}
 
 	// A signal cannot be refused: it says what was lost by the exit code.
-	addr, tg = startTarget(t, "127.0.0.1:0", mem(t, "mem:64M"))
+	addr, tg = startTarget(t, "127.0.0.1:0", file(t))
 	r, sock = attached(t, addr, dir, environ)
 	c = nbdClient(t, sock)
 	nbdWrite(t, c)
@@ -384,6 +395,18 @@ func TestDetachWhileTheTargetIsAway(t *testing.T) {
 	}
 	if d := time.Since(start); d > 10*time.Second {
 		t.Errorf("it took %v", d)
+	}
+
+	// Without unflushed writes there is nothing to lose, and nobody has to force anything.
+	addr, tg = startTarget(t, "127.0.0.1:0", file(t))
+	r, _ = attached(t, addr, dir, environ)
+	tg.Close()
+	clitest.Eventually(t, "the loss is seen", func() bool { return statusOf(t, run).State == "reconnecting" })
+	if code, _, errw := clitest.Do(t, newProgram, nil, "detach", "disk", "--run-dir", run); code != 0 {
+		t.Errorf("nothing unflushed: exit %d, %q", code, errw)
+	}
+	if code := r.Wait(t); code != 0 {
+		t.Errorf("attach ended with %d: %s", code, r.Err)
 	}
 	if left, _ := os.ReadDir(run); len(left) > 0 {
 		t.Errorf("left in the run directory: %v", left)

@@ -1,7 +1,12 @@
 package main
 
 import (
+	"fmt"
+	"strings"
 	"time"
+
+	"rdblk/initiator"
+	"rdblk/internal/config"
 )
 
 // A report is the state of one attachment: the answer at its control socket, at
@@ -44,8 +49,13 @@ type report struct {
 	Reconnects     uint64 `json:"reconnects"`      // successful ones
 	FailedAttempts uint64 `json:"failed_attempts"` // to reconnect
 
+	// Namespaces are those that the subsystem has for this host, the attached one too, as the
+	// target told last.
+	Namespaces []initiator.NamespaceInfo `json:"namespaces"`
+
 	// Unflushed: something was written that no flush has made durable yet. Fault is why all
-	// requests fail, FlushFault why all flushes fail; absent if they do not.
+	// requests fail (or wait, for a namespace that the target has no more), FlushFault why all
+	// flushes fail; absent if they do not.
 	Unflushed  bool   `json:"unflushed"`
 	Fault      string `json:"fault,omitempty"`
 	FlushFault string `json:"flush_fault,omitempty"`
@@ -67,4 +77,19 @@ func (r *report) shortState() string {
 		return r.State + "/flush-fault"
 	}
 	return r.State
+}
+
+// otherNamespaces lists the namespaces of the subsystem that are not the attached one.
+func (r *report) otherNamespaces() string {
+	var l []string
+	for _, n := range r.Namespaces {
+		if n.NSID != r.NSID {
+			l = append(l, fmt.Sprintf("%d (%s)", n.NSID, config.FormatSize(n.Size)))
+		}
+	}
+	const show = 8
+	if len(l) > show {
+		l = append(l[:show], fmt.Sprintf("and %d more", len(l)-show))
+	}
+	return strings.Join(l, ", ")
 }

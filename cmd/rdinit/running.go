@@ -185,6 +185,9 @@ func (p *report) print(env *cli.Env) {
 		ro = ", read-only"
 	}
 	row("namespace", "%d: %s in blocks of %d bytes%s", p.NSID, config.FormatSize(p.Size), p.BlockSize, ro)
+	if others := p.otherNamespaces(); others != "" {
+		row("others there", "%s", others)
+	}
 	if p.Device != "" {
 		row("device", "%s", p.Device)
 	} else {

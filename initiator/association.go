@@ -81,7 +81,7 @@ func (a *association) connectAdmin(ctx context.Context) error {
 		lane: laneConfig{
 			provider: s.cfg.Provider, local: s.cfg.LocalAddr, remote: s.addr,
 			depth: protocol.AdminQueueDepth, noWindows: s.cfg.NoWindows,
-			w: s.admin.w, regions: []region{s.admin.region}, numRegion: 1, log: s.log, fail: a.fail,
+			w: s.admin.w, regions: []region{s.admin.region}, numRegion: 1, log: s.log, trace: s.trace, fail: a.fail,
 		},
 		mem:  s.admin.mem,
 		data: protocol.ConnectData{HOSTID: s.cfg.HostID, CNTLID: protocol.CNTLIDDynamic, SUBNQN: s.subnqn, HOSTNQN: s.cfg.HostNQN},
@@ -124,7 +124,7 @@ func (a *association) connectIO(ctx context.Context) error {
 		cfg := laneConfig{
 			provider: s.cfg.Provider, local: s.cfg.LocalAddr, remote: s.addr,
 			qid: uint16(i + 1), cntlid: c.cntlid, depth: a.depth, inCapsule: inCapsule, noWindows: s.cfg.NoWindows,
-			w: s.queues[i].w, numRegion: 2 * len(s.queues), log: s.log, fail: a.fail,
+			w: s.queues[i].w, numRegion: 2 * len(s.queues), log: s.log, trace: s.trace, fail: a.fail,
 		}
 		for j := i; j < len(s.queues); j += n { // its own queue, and those without a lane of their own
 			cfg.regions = append(cfg.regions, s.queues[j].data, s.queues[j].aux)

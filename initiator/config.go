@@ -3,6 +3,7 @@ package initiator
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/netip"
 	"runtime"
@@ -120,6 +121,11 @@ type Config struct {
 
 	// Logger takes life-cycle messages; nil: none.
 	Logger *slog.Logger
+	// Trace gets a line for each capsule, connection and event, as package
+	// internal/trace describes; nil: none, at no cost. Lines are written from a goroutine
+	// of its own, many at once, until Close; a Trace that is slow loses lines and holds
+	// nothing up. It stays the caller's.
+	Trace io.Writer
 	// OnEvent, if set, is called for each Event, one at a time and in order, on a
 	// goroutine of its own. It may take its time and call the session's methods except
 	// Close.

@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/netip"
 	"slices"
 	"strings"
 	"time"
 
+	"rdblk/internal/trace"
 	"rdblk/protocol"
 	"rdblk/rdma"
 )
@@ -31,6 +33,9 @@ type DiscoverConfig struct {
 	Timeout   time.Duration // for all of it; default DefaultConnectTimeout
 	NoWindows bool          // as in Config
 	Logger    *slog.Logger
+	Trace     io.Writer // as in Config
+
+	tracer *trace.Tracer // of the session that asks, instead
 }
 
 // Validate reports everything that is wrong with c, joined.
@@ -63,6 +68,11 @@ func Discover(ctx context.Context, cfg DiscoverConfig) (_ []protocol.DiscoveryLo
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 
+	tracer := cfg.tracer
+	if tracer == nil {
+		tracer = trace.New(cfg.Trace)
+		defer tracer.Close()
+	}
 	admin, err := newAdminSide()
 	if err != nil {
 		return nil, err
@@ -72,7 +82,7 @@ func Discover(ctx context.Context, cfg DiscoverConfig) (_ []protocol.DiscoveryLo
 		lane: laneConfig{
 			provider: full.Provider, local: full.LocalAddr, remote: full.Addr,
 			depth: protocol.AdminQueueDepth, noWindows: cfg.NoWindows,
-			w: admin.w, regions: []region{admin.region}, numRegion: 1, log: full.Logger, fail: cancel,
+			w: admin.w, regions: []region{admin.region}, numRegion: 1, log: full.Logger, trace: tracer, fail: cancel,
 		},
 		mem:  admin.mem,
 		data: protocol.ConnectData{HOSTID: full.HostID, CNTLID: protocol.CNTLIDDynamic, SUBNQN: protocol.DiscoveryNQN, HOSTNQN: full.HostNQN},
@@ -155,7 +165,7 @@ func readDiscovery(ctx context.Context, log readLog) ([]protocol.DiscoveryLogEnt
 func (s *Session) discover(ctx context.Context) error {
 	list, err := Discover(ctx, DiscoverConfig{
 		Provider: s.cfg.Provider, Addr: s.cfg.Addr, LocalAddr: s.cfg.LocalAddr,
-		HostNQN: s.cfg.HostNQN, HostID: s.cfg.HostID, Timeout: s.cfg.ConnectTimeout, NoWindows: s.cfg.NoWindows, Logger: s.cfg.Logger,
+		HostNQN: s.cfg.HostNQN, HostID: s.cfg.HostID, Timeout: s.cfg.ConnectTimeout, NoWindows: s.cfg.NoWindows, Logger: s.cfg.Logger, tracer: s.trace,
 	})
 	if err != nil {
 		return err

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"rdblk/internal/arena"
+	"rdblk/internal/trace"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
 	"rdblk/rdma"
@@ -165,7 +166,8 @@ type laneConfig struct {
 	numRegion int
 	w         *worker.Worker
 	log       *slog.Logger
-	fail      func(error) // ends the association; any goroutine, never blocks
+	trace     *trace.Tracer // nil = off
+	fail      func(error)   // ends the association; any goroutine, never blocks
 }
 
 // A lane is one NVMe queue of one association: a connection with its queue pair and
@@ -204,8 +206,9 @@ type lane struct {
 	local   *ioQueue    // the queue of this worker, if it uses this lane
 	turn    bool        // whose turn it is when a slot is free: waiting's or local's
 	dead    bool
-	rearmed bool // the last Arm asked for another Poll
-	quiet   int  // how often in a row that brought nothing
+	reason  error // why, if it died
+	rearmed bool  // the last Arm asked for another Poll
+	quiet   int   // how often in a row that brought nothing
 
 	inCapsuleSent uint64 // commands that took their data along
 }
@@ -250,7 +253,9 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 	if _, err = l.qp.PostRecv(l.recvs...); err != nil {
 		return nil, fmt.Errorf("queue %d: post receives: %w", cfg.qid, err)
 	}
-	private, _ := (&protocol.RDMAConnectRequest{QID: cfg.qid, HRQSIZE: uint16(depth), HSQSIZE: uint16(depth - 1), CNTLID: cfg.cntlid}).AppendBinary(nil)
+	req := protocol.RDMAConnectRequest{QID: cfg.qid, HRQSIZE: uint16(depth), HSQSIZE: uint16(depth - 1), CNTLID: cfg.cntlid}
+	private, _ := req.AppendBinary(nil)
+	cfg.trace.Request(cfg.remote, &req, l.info.MaxReadDepth)
 	est, err := l.conn.Connect(ctx, rdma.ConnParam{
 		PrivateData:        private,
 		ResponderResources: l.info.MaxReadDepth, // all we have: the target may read for every write at once
@@ -262,6 +267,7 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 		if errors.As(err, &r) {
 			var p protocol.RDMAConnectReject
 			_ = p.UnmarshalBinary(r.PrivateData) // without a reason it stays 0
+			cfg.trace.Rejected(cfg.remote, cfg.qid, p.Status, err)
 			err = &RejectedError{QID: cfg.qid, Status: p.Status, Err: err}
 		}
 		return nil, err
@@ -277,6 +283,7 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 		usable = max(n-1, 1)
 		cfg.log.Info("target posted fewer receives than the queue has entries", "qid", cfg.qid, "depth", depth, "crqsize", n)
 	}
+	cfg.trace.Accepted(cfg.remote, cfg.qid, acc.CRQSIZE, est.IRD)
 	l.usable = usable
 	for i := usable - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
@@ -376,6 +383,9 @@ func (l *lane) attach() error {
 // gone nothing the target does reaches our memory any more. Commands without an answer
 // go back to their owners as lost.
 func (l *lane) stop() {
+	if l.qp != nil {
+		l.cfg.trace.Disconnected(l.cfg.remote, l.cfg.qid, l.reason)
+	}
 	l.dead = true
 	l.local = nil
 	if l.h != nil {
@@ -458,7 +468,7 @@ func (l *lane) die(err error) {
 	if l.dead {
 		return
 	}
-	l.dead = true
+	l.dead, l.reason = true, err
 	l.h.Remove()
 	l.cfg.fail(fmt.Errorf("queue %d: %w", l.cfg.qid, err))
 }
@@ -574,6 +584,7 @@ func (l *lane) post() {
 			s.sqe.SetKeyedSGL(s.dataAddr, s.bind[0].Len, s.rkey, l.info.SendInv)
 		}
 		s.postedAt = now
+		l.cfg.trace.Command(l.cfg.remote, l.cfg.qid, s.sqe)
 		l.sends = append(l.sends, rdma.SendWR{ID: uint64(i)<<kindBits | kindSend, Op: rdma.OpSend, Flags: rdma.FlagSignaled, SGL: s.send[:s.nsge]})
 	}
 	l.started = l.started[:0]
@@ -718,6 +729,7 @@ func (l *lane) response(wc *rdma.WC) {
 		return
 	}
 	s := &l.slots[i]
+	l.cfg.trace.Completion(l.cfg.remote, l.cfg.qid, cqe, s.sqe)
 	s.answered = true
 	s.status, s.result = cqe.Status(), cqe.Result()
 	l.reposts = append(l.reposts, l.recvs[wc.ID])

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"rdblk/internal/arena"
+	"rdblk/internal/trace"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
 )
@@ -62,6 +63,7 @@ func (s *State) UnmarshalText(b []byte) error {
 type Session struct {
 	cfg    Config
 	log    *slog.Logger
+	trace  *trace.Tracer // nil = off
 	addr   netip.AddrPort
 	subnqn string
 
@@ -115,9 +117,10 @@ func Connect(ctx context.Context, cfg Config) (*Session, error) {
 		cfg: cfg, addr: cfg.Addr, subnqn: cfg.SubNQN,
 		scanning: make(chan struct{}, 1), stop: make(chan context.Context, 1), done: make(chan struct{}),
 		found: map[uint32]*foundNamespace{}, namespaces: map[uint32]*namespace{},
-		since: time.Now(),
+		since: time.Now(), trace: trace.New(cfg.Trace),
 	}
 	fail := func(err error) (*Session, error) {
+		s.trace.Close()
 		return nil, fmt.Errorf("initiator: connect %s to %s: %w", quoteNQN(s.subnqn), s.addr, err)
 	}
 	if s.subnqn == "" {
@@ -231,6 +234,9 @@ func (s *Session) release() {
 	s.dropQueues()
 	if s.admin != nil {
 		s.admin.close()
+	}
+	if err := s.trace.Close(); err != nil {
+		s.log.Warn("the trace is not complete", "error", err)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math/bits"
 	"os"
@@ -125,6 +126,11 @@ type Config struct {
 
 	// Logger gets life-cycle events; nil = slog.Default().
 	Logger *slog.Logger
+	// Trace gets a line for each capsule, connection and event, as package
+	// internal/trace describes; nil = none, at no cost. Lines are written from a goroutine
+	// of its own, many at once, until the Target has ended; a Trace that is slow loses
+	// lines and holds nothing up. It stays the caller's.
+	Trace io.Writer
 
 	clock        clock
 	closeTimeout time.Duration // how long Close waits for the back end; 0 = closeTimeout

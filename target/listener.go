@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"time"
 
+	"rdblk/internal/trace"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
 	"rdblk/rdma"
@@ -172,6 +173,9 @@ func (t *Target) serveConn(ln *listener, conn rdma.Conn) {
 	} else if est.ORD > 0 {
 		reads = min(reads, est.ORD)
 	}
+	if err == nil {
+		t.trace.Accepted(q.remote, q.qid, accept.CRQSIZE, reads)
+	}
 	// A worker is closed after its last queue is gone.
 	_ = q.lane.w.Submit(worker.TaskFunc(func() { q.acceptDone(reads, err) }))
 	if err == nil {
@@ -191,6 +195,7 @@ func (t *Target) establish(ln *listener, conn rdma.Conn) (*queue, protocol.Rejec
 	if err := req.UnmarshalBinary(cr.PrivateData); err != nil {
 		return nil, rejectStatus(err, protocol.RejectInvalidLength), err
 	}
+	t.trace.Request(conn.RemoteAddr(), &req, cr.ResponderResources)
 	if err := req.Check(); err != nil {
 		return nil, rejectStatus(err, protocol.RejectNoResources), err
 	}
@@ -259,6 +264,7 @@ func rejectStatus(err error, def protocol.RejectStatus) protocol.RejectStatus {
 // reject refuses a connection with private data that tells why.
 func (t *Target) reject(conn rdma.Conn, status protocol.RejectStatus, why error) {
 	t.stats.reject(status)
+	t.trace.Rejected(conn.RemoteAddr(), trace.NoQueue, status, why)
 	t.strangers.Log(slog.LevelWarn, "connection rejected", slog.Any("remote", conn.RemoteAddr()),
 		slog.String("status", status.String()), slog.String("why", why.Error()))
 	r := protocol.RDMAConnectReject{Status: status}

@@ -448,6 +448,7 @@ func (q *queue) account(r *request) {
 
 // logQueueEnd writes one line for the end of a queue that mattered.
 func (t *Target) logQueueEnd(q *queue, wasLive bool) {
+	t.trace.Disconnected(q.remote, q.qid, q.reason)
 	attrs := []slog.Attr{slog.Any("remote", q.remote), slog.Int("qid", int(q.qid)), slog.String("reason", q.reason.Error()),
 		slog.Int("executing", q.executing)}
 	if !wasLive {

@@ -203,6 +203,7 @@ func (q *queue) accept(r *request, i int32, n uint32) {
 	r.start = q.now
 	r.recv, r.recvLen = i, n
 	copy(r.cmd[:], q.sqes[int(i)*protocol.CommandSize:])
+	q.t.trace.Command(q.remote, q.qid, &r.cmd)
 	if q.state == queueAccepting {
 		r.setState(reqParked)
 		q.parked.push(r)
@@ -326,6 +327,7 @@ func (q *queue) postResponse(r *request) {
 	cqe.SetDW1(r.dw1)
 	cqe.SetSQHD(q.sqhd)
 	cqe.SetSQID(q.qid)
+	q.t.trace.Completion(q.remote, q.qid, cqe, &r.cmd)
 	wr := rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSolicited}
 	if q.inline {
 		wr.Flags |= rdma.FlagInline

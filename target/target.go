@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"rdblk/internal/trace"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
 )
@@ -22,8 +23,9 @@ const closeTimeout = 5 * time.Second
 type Target struct {
 	cfg        Config
 	log        *slog.Logger
-	strangers  *rateLog // lines that anybody can cause
-	hostLog    *rateLog // lines that allowed hosts can cause
+	trace      *trace.Tracer // nil = off
+	strangers  *rateLog      // lines that anybody can cause
+	hostLog    *rateLog      // lines that allowed hosts can cause
 	storageLog *rateLog
 	start      time.Time
 
@@ -72,10 +74,12 @@ func New(cfg Config) (*Target, error) {
 		closingCh: make(chan struct{}), queues: map[*queue]struct{}{}, pending: map[*queue]struct{}{},
 		ended: make(chan struct{}),
 	}
+	t.trace = trace.New(cfg.Trace)
 	t.hosts.Store(newHostList(cfg.Hosts, cfg.AllowAnyHost))
 	t.generation.Store(1)
 	var err error
 	if t.admin, err = newLane(t, -1, max(adminMemory, 2*cfg.MaxIO), worker.Config{Name: "admin", MaxPoll: -1}); err != nil {
+		t.trace.Close()
 		return nil, fmt.Errorf("target: admin worker: %w", err)
 	}
 	for i := range cfg.Workers {
@@ -85,6 +89,7 @@ func New(cfg Config) (*Target, error) {
 		}
 		l, err := newLane(t, i, cfg.BufferMemory, wc)
 		if err != nil {
+			t.trace.Close()
 			t.admin.close()
 			for _, l := range t.lanes {
 				l.close()
@@ -254,6 +259,9 @@ func (t *Target) end() error {
 			l.close()
 		}
 		t.admin.close()
+		if err := t.trace.Close(); err != nil {
+			t.log.Warn("the trace is not complete", "err", err)
+		}
 		t.log.Info("target ended")
 		close(t.ended)
 	})

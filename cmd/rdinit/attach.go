@@ -144,6 +144,11 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 		}
 	}()
 	closer := func(f func()) { closers = append(closers, f) }
+	closeTrace, err := s.openTrace(env, &c)
+	if err != nil {
+		return err
+	}
+	closer(closeTrace)
 
 	// The socket or device first: what is wrong with it shows before anybody is bothered.
 	var ln net.Listener

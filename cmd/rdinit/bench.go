@@ -94,6 +94,11 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			if err != nil {
 				return err
 			}
+			closeTrace, err := s.openTrace(env, &c)
+			if err != nil {
+				return err
+			}
+			defer closeTrace()
 			defer needProcs(c.Queues + 2)()
 			ss, err := initiator.Connect(ctx, c)
 			if err != nil {

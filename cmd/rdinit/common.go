@@ -52,8 +52,9 @@ func commonFlags(fs *pflag.FlagSet, env *cli.Env, d *settings) (keys map[string]
 	cfgFile = fs.String("config", env.Getenv(envPrefix+"CONFIG"), "read settings from `FILE`")
 	fs.String("log-level", d.Log.Level, "log from this `level` on: debug, info, warn, error")
 	fs.String("log-format", d.Log.Format, "log as text or json")
+	cli.TraceFlag(fs)
 	return map[string]string{"provider": "provider", "host-nqn": "host_nqn", "connect-timeout": "connect_timeout",
-		"log-level": "log.level", "log-format": "log.format"}, cfgFile
+		"log-level": "log.level", "log-format": "log.format", "trace": "trace"}, cfgFile
 }
 
 // connectFlags are those of the commands that attach.
@@ -93,6 +94,17 @@ func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Co
 		c.Queues = runtime.NumCPU()
 	}
 	return c, nic, nil
+}
+
+// openTrace gives the library the destination of the trace, if there is one; close it
+// when the session is closed.
+func (s *settings) openTrace(env *cli.Env, c *initiator.Config) (close func(), err error) {
+	w, err := env.OpenTrace(s.Trace)
+	if err != nil || w == nil {
+		return func() {}, err
+	}
+	c.Trace = w
+	return func() { w.Close() }, nil
 }
 
 // needProcs raises GOMAXPROCS to n: a worker that looks for work politely keeps

@@ -47,9 +47,14 @@ func newDiscoverCommand(env *cli.Env) *cli.Command {
 			if err != nil {
 				return err
 			}
+			closeTrace, err := s.openTrace(env, &c)
+			if err != nil {
+				return err
+			}
+			defer closeTrace()
 			defer needProcs(3)()
 			entries, err := initiator.Discover(ctx, initiator.DiscoverConfig{
-				Provider: c.Provider, Addr: c.Addr, LocalAddr: c.LocalAddr, HostNQN: c.HostNQN, Timeout: c.ConnectTimeout, NoWindows: c.NoWindows, Logger: log,
+				Provider: c.Provider, Addr: c.Addr, LocalAddr: c.LocalAddr, HostNQN: c.HostNQN, Timeout: c.ConnectTimeout, NoWindows: c.NoWindows, Logger: log, Trace: c.Trace,
 			})
 			if err != nil {
 				return err

@@ -44,6 +44,8 @@ type settings struct {
 		Format string `mapstructure:"format"`
 	} `mapstructure:"log"`
 
+	Trace string `mapstructure:"trace"`
+
 	Queues       int           `mapstructure:"queues"`
 	Depth        int           `mapstructure:"depth"`
 	PinCPUs      []int         `mapstructure:"pin_cpus"`

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/netip"
@@ -40,7 +41,7 @@ hosts and allow_any_host of the --config file again. SIGUSR1 writes the state to
 var serveKeys = map[string]string{
 	"listen": "listen", "provider": "provider", "nqn": "nqn", "host": "hosts", "allow-any-host": "allow_any_host", "http": "http",
 	"pprof": "pprof", "workers": "workers", "name": "name", "run-dir": "run_dir", "shutdown-timeout": "shutdown_timeout",
-	"log-level": "log.level", "log-format": "log.format",
+	"log-level": "log.level", "log-format": "log.format", "trace": "trace",
 }
 
 func newServeCommand(env *cli.Env) *cli.Command {
@@ -61,6 +62,7 @@ func newServeCommand(env *cli.Env) *cli.Command {
 	fs.Duration("shutdown-timeout", d.ShutdownTimeout, "longest time to drain")
 	fs.String("log-level", d.Log.Level, "log from this `level` on: debug, info, warn, error")
 	fs.String("log-format", d.Log.Format, "log as text or json")
+	cli.TraceFlag(fs)
 	return &cli.Command{
 		Name: "serve", Args: "[flags] [PATH | mem:SIZE | null:SIZE]...", Short: "serve files, disks or memory", Long: serveHelp, Flags: fs,
 		Run: func(ctx context.Context, args []string) error {
@@ -106,6 +108,7 @@ type server struct {
 
 	devs     []blockdev.Device
 	losses   []*losses.Counter // of each device; nil if its content ends with the process
+	trace    io.WriteCloser // nil: none
 	target   *target.Target
 	provider *iwarp.Provider
 	entry    *control.Entry
@@ -142,6 +145,12 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*setting
 	}()
 	closer := func(f func()) { closers = append(closers, f) }
 
+	if sv.trace, err = env.OpenTrace(s.Trace); err != nil {
+		return err
+	}
+	if sv.trace != nil {
+		closer(func() { sv.trace.Close() })
+	}
 	if err := sv.open(closer); err != nil {
 		return err
 	}
@@ -202,6 +211,9 @@ func needProcs(n int) (undo func()) {
 func (sv *server) open(closer func(func())) error {
 	c := sv.s.targetConfig()
 	c.Logger = sv.log
+	if sv.trace != nil {
+		c.Trace = sv.trace
+	}
 	c.Hosts, c.AllowAnyHost = sv.s.hostsInForce(sv.addrs)
 	c.UnsafeShutdowns = sv.unsafeShutdowns
 	t, err := target.New(c)

@@ -44,6 +44,8 @@ type settings struct {
 		Format string `mapstructure:"format"`
 	} `mapstructure:"log"`
 
+	Trace string `mapstructure:"trace"`
+
 	Workers      int           `mapstructure:"workers"`
 	PinCPUs      []int         `mapstructure:"pin_cpus"`
 	Polling      string        `mapstructure:"polling"`

@@ -1,0 +1,40 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/spf13/pflag"
+)
+
+// TraceStderr is the destination of a trace that means the program's standard error.
+const TraceStderr = "-"
+
+// TraceFlag adds --trace, alone or with a file: --trace=FILE. It is the setting "trace".
+func TraceFlag(fs *pflag.FlagSet) {
+	fs.String("trace", "", "write each command, answer, connection and event on a line, to standard error or to `FILE`")
+	fs.Lookup("trace").NoOptDefVal = TraceStderr
+}
+
+// OpenTrace opens the destination of a trace as a user names it: "" none (nil is
+// returned), [TraceStderr], or a file, which is made with mode 0600, since it tells who uses what,
+// or appended to.
+func (e *Env) OpenTrace(dest string) (io.WriteCloser, error) {
+	switch dest {
+	case "":
+		return nil, nil
+	case TraceStderr:
+		return unclosed{e.Stderr}, nil
+	}
+	f, err := os.OpenFile(dest, os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("trace: %w", err)
+	}
+	return f, nil
+}
+
+// unclosed is a writer that Close does not close.
+type unclosed struct{ io.Writer }
+
+func (unclosed) Close() error { return nil }

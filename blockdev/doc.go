@@ -24,7 +24,8 @@
 // # Three ways to do I/O
 //
 // What is in the page cache, and buffered writes that are only a copy, are done on the
-// worker by RWF_NOWAIT and its substitutes (writeGuard): 3 µs for 4 KiB. What has to wait for a
+// worker by RWF_NOWAIT and its substitutes (writeGuard): 3 µs for 4 KiB; writes only if
+// all queues of the worker are on one file system or disk (neighbours). What has to wait for a
 // medium and is plain (direct I/O, cold reads) goes through an io_uring that is a source of the
 // worker. All else (flush, FUA, zero, discard, and everything where there is no
 // io_uring) runs on the bounded goroutines of an Executor. Measured on two cores that were busy with

@@ -1,6 +1,10 @@
 package blockdev
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+	"io"
+)
 
 // Sentinel errors; devices wrap them or the store's errno, so match with errors.Is.
 var (
@@ -12,6 +16,11 @@ var (
 	ErrFlushFailed  = errors.New("an earlier flush failed: durability of earlier writes is unknown until the device is opened again")
 	ErrWouldBlock   = errors.New("would block")
 	ErrInUse        = errors.New("device is in use by another process")
+	// ErrCutOff says that somebody made a file smaller while it was open: what was there is
+	// lost. It is an io.ErrUnexpectedEOF too.
+	ErrCutOff = errors.New("the file was cut off by somebody while it was in use: what was behind is lost")
 	// ErrLost says that a remote device did not come back within its loss timeout.
 	ErrLost = errors.New("connection to the device is lost")
 )
+
+var errCutOff = fmt.Errorf("%w (%w)", ErrCutOff, io.ErrUnexpectedEOF)

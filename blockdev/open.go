@@ -169,8 +169,9 @@ func openFile(path string, o Options) (_ Device, err error) {
 		}
 	}
 
-	d := &file{path: path, fd: fd, block: block, direct: o.Direct, log: o.logger(), guard: newWriteGuard()}
+	d := &file{path: path, fd: fd, block: block, direct: o.Direct, log: o.logger(), guard: newWriteGuard(), dev: uint64(now.Dev), notesReads: notesReads(fd)}
 	if block {
+		d.dev = uint64(now.Rdev)
 		d.info, err = diskInfo(fd, path, &now, &o)
 	} else {
 		d.info, err = fileInfo(fd, path, &now, &o)
@@ -186,6 +187,7 @@ func openFile(path string, o Options) (_ Device, err error) {
 		return nil, err
 	}
 	d.size.Store(size)
+	d.intact.Store(size)
 	d.info.Name = path
 	d.info.ReadOnly = o.ReadOnly
 	if err := d.chooseTry(); err != nil {
@@ -243,7 +245,10 @@ func openStore(path string, block bool, o *Options) (int, error) {
 	if block && !o.ReadOnly && !o.NoLock {
 		mode |= unix.O_EXCL // refused by the kernel while it is mounted, swapped on, part of a RAID …
 	}
-	fd, err := unix.Open(path, mode, 0)
+	fd, err := unix.Open(path, mode|unix.O_NOATIME, 0)
+	if err == unix.EPERM { // somebody else's file
+		fd, err = unix.Open(path, mode, 0)
+	}
 	switch {
 	case err == nil:
 	case err == unix.EBUSY && block:
@@ -344,6 +349,16 @@ func diskInfo(fd int, path string, st *unix.Stat_t, o *Options) (Info, error) {
 	return in, nil
 }
 
+// notesReads reports whether reading by fd makes the file system note the time.
+func notesReads(fd int) bool {
+	flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
+	if err == nil && flags&unix.O_NOATIME != 0 {
+		return false
+	}
+	var s unix.Statfs_t
+	return unix.Fstatfs(fd, &s) != nil || s.Flags&(unix.ST_NOATIME|unix.ST_RDONLY) == 0
+}
+
 // fsMagic is the type of the file system that fd is on.
 func fsMagic(fd int) uint32 {
 	var s unix.Statfs_t
@@ -369,6 +384,14 @@ func hasDsync(fd int) bool {
 func (d *file) chooseTry() error {
 	d.pageMask = int64(os.Getpagesize()) - 1
 	d.noDsync.Store(!d.info.FUA)
+	if !d.block {
+		switch fsMagic(d.fd) {
+		case unix.TMPFS_MAGIC, ramfsMagic:
+			d.local, d.inMemory = true, true // an ordinary read waits for swap at most
+		case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC, f2fsMagic, unix.OVERLAYFS_SUPER_MAGIC:
+			d.local = true
+		}
+	}
 	if d.direct {
 		d.tryRead.Store(int32(nowaitNever))
 		d.tryWrite.Store(int32(nowaitNever))
@@ -376,10 +399,7 @@ func (d *file) chooseTry() error {
 	}
 	var b [1]byte
 	_, err := preadNow(d.fd, b[:], 0)
-	inMemory := false
-	if m := fsMagic(d.fd); !d.block && (m == unix.TMPFS_MAGIC || m == ramfsMagic) {
-		inMemory = true // an ordinary read waits for swap at most
-	}
+	inMemory := d.inMemory
 	switch {
 	case err == nil, err == unix.EAGAIN:
 	case inMemory:

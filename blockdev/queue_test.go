@@ -3,6 +3,7 @@ package blockdev
 import (
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -447,4 +448,59 @@ func TestNoAllocationPerRequest(t *testing.T) {
 		}
 	}
 	runtime.KeepAlive(file)
+}
+
+// A write that would be made on the worker is not any more when a queue on another store is
+// there, and is again when that has gone.
+func TestNeighboursOnOtherStores(t *testing.T) {
+	w := newWorker(t)
+	openQueue := func(spec string) Queue {
+		d, err := Open(spec, Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { d.Close() })
+		return newQueue(t, d, w, QueueConfig{})
+	}
+	do := func(q Queue, op Op) (inline uint64) {
+		before := StatsOf(q)
+		done := make(chan error, 1)
+		w.Call(func() {
+			b := q.Alloc(4096)
+			q.Submit(&Request{Op: op, Buf: b, Done: func(r *Request) { q.Free(b); done <- r.Err }})
+		})
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+		return StatsOf(q).Inline - before.Inline
+	}
+	dir := t.TempDir()
+	specs := [2]string{dir + "/a", dir + "/b"}
+	for _, s := range specs {
+		if err := os.WriteFile(s, make([]byte, 1<<20), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a, b := openQueue(specs[0]), openQueue(specs[1])
+	if do(a, OpWrite) != 1 || do(b, OpWrite) != 1 {
+		t.Error("two files of one file system: writes are not made on the worker")
+	}
+	m := openQueue("mem:1M")
+	if do(a, OpWrite) != 0 || do(b, OpWrite) != 0 {
+		t.Error("beside another store: a write is made on the worker")
+	}
+	if do(a, OpRead) != 1 || do(m, OpWrite) != 1 || do(m, OpRead) != 1 {
+		t.Error("what never waits is not done on the worker")
+	}
+	w.Call(m.Close)
+	if do(a, OpWrite) != 1 {
+		t.Error("the other store has gone: writes are not made on the worker")
+	}
+	w.Call(a.Close)
+	w.Call(b.Close)
+	neighbourhood.mu.Lock()
+	defer neighbourhood.mu.Unlock()
+	if neighbourhood.of[w] != nil {
+		t.Error("the worker is remembered though all its queues are closed")
+	}
 }

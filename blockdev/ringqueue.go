@@ -58,7 +58,7 @@ func (q *syncQueue) openRing() bool {
 // toRing starts r by io_uring, if it can be.
 func (q *syncQueue) toRing(r *Request) bool {
 	g := &q.ring
-	if g.disk == nil || r.Op > OpWrite || r.Flags&WriteFUA != 0 || r.Op == OpWrite && !g.disk.direct {
+	if g.disk == nil || !q.near.mayTry(g.disk, OpRead) || r.Op > OpWrite || r.Flags&WriteFUA != 0 || r.Op == OpWrite && !g.disk.direct {
 		return false
 	}
 	if !q.openRing() || !g.u.room() {
@@ -145,7 +145,8 @@ func (d *file) startAsync(r *Request) (s span, ok bool) {
 	if r.Op == OpRead {
 		return s, d.locks.tryRLock(s) && (!d.locks.closed.Load() || d.letGo(r, s))
 	}
-	if d.info.ReadOnly {
+	// A file that is not local may have to ask its server how long it is: not here.
+	if d.info.ReadOnly || !d.block && !d.local || d.uncut() != nil {
 		return s, false
 	}
 	return s, d.locks.tryLock(s) && (!d.locks.closed.Load() || d.letGo(r, s))

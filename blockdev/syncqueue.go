@@ -64,6 +64,9 @@ type syncQueue struct {
 	mem       *arena.Arena // nil if the user brings buffers
 	maxAlloc  int
 	maxInline int
+	file      *file // nil if dev is another
+	near      *neighbours
+	left      bool // near knows it no more
 
 	// The worker's.
 	busy        bool // inside Submit or a task: Submit only queues
@@ -111,8 +114,9 @@ func NewQueue(dev Device, w *worker.Worker, cfg QueueConfig) (Queue, error) {
 	q := &syncQueue{dev: dev, w: w, ex: cfg.Executor, maxInline: cfg.MaxInline}
 	q.cont.q = q
 	q.try, _ = dev.(TryDevice)
+	q.file, _ = dev.(*file)
 	if !cfg.NoURing {
-		q.ring.disk, _ = dev.(*file)
+		q.ring.disk = q.file
 	}
 	if q.maxInline == 0 {
 		q.maxInline = DefaultMaxInline
@@ -132,6 +136,8 @@ func NewQueue(dev Device, w *worker.Worker, cfg QueueConfig) (Queue, error) {
 	if q.ex == nil {
 		q.ex, q.ownEx = NewExecutor(0), true
 	}
+	q.near = neighboursOf(w)
+	q.near.join(q)
 	return q, nil
 }
 
@@ -227,7 +233,7 @@ func (q *syncQueue) begin(r *Request) {
 		r.Done(r)
 		return
 	}
-	if r.Op <= OpWrite && q.try != nil && len(r.Buf) <= q.maxInline && r.Flags&WriteFUA == 0 {
+	if r.Op <= OpWrite && q.try != nil && len(r.Buf) <= q.maxInline && r.Flags&WriteFUA == 0 && q.near.mayTry(q.file, r.Op) {
 		if q.tryInline(r) {
 			q.inline.Store(q.inline.Load() + 1)
 			r.Done(r)
@@ -359,6 +365,10 @@ func (q *syncQueue) release() {
 		return
 	}
 	q.closeRing()
+	if !q.left {
+		q.left = true
+		q.near.leave(q)
+	}
 	if q.mem != nil && q.mem.InUse() == 0 {
 		q.mem.Close()
 		q.mem = nil

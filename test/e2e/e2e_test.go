@@ -154,9 +154,21 @@ func TestDeviceGrowsUnderAnAttachment(t *testing.T) {
 	}
 	nbdtest.Run(t, "qemu-io", "-f", "raw", "-c", "write -P 7 47M 1M", "-c", "read -P 7 47M 1M", a.uri())
 
-	if err := os.Truncate(w.disk, 16*MiB); err != nil { // refused: the size stays, and reads past the file's end fail as themselves
+	// Refused: the size stays, what was cut off fails, and is never zeros.
+	if err := os.Truncate(w.disk, 16*MiB); err != nil {
 		t.Fatal(err)
 	}
+	c := open(t, a)
+	if r, err := c.Do(0, nbdtest.CmdWrite, 48*MiB-4096, 4096, make([]byte, 4096)); err != nil || r.Errno != nbdtest.EIO {
+		t.Errorf("a write that would make the file long again: errno %d, %v", r.Errno, err)
+	}
+	recorded(t, p)
+	for _, off := range []uint64{16 * MiB, 47 * MiB} {
+		if r, err := c.Do(0, nbdtest.CmdRead, off, 4096, nil); err != nil || r.Errno != nbdtest.EIO {
+			t.Errorf("read at %d, where the file was cut off: errno %d, %v", off, r.Errno, err)
+		}
+	}
+	flushFails(t, "the client", c)
 	p.Process.Signal(syscall.SIGHUP)
 	p.await(t, `msg="sizes of the devices"`)
 	if got := a.status(); got.Size != 48*MiB || got.State != "live" {

@@ -21,7 +21,8 @@ type command struct {
 	done func(r *request)
 	// anyState: allowed while CC.EN is 0.
 	anyState bool
-	op       op // for statistics
+	op       op   // for statistics
+	fua      bool // Force Unit Access means something
 	effects  protocol.Effects
 }
 
@@ -69,11 +70,11 @@ func init() {
 		ioCommands[o] = &c
 	}
 	const writes = protocol.EffectsLBContent
-	io(protocol.OpRead, opRead, command{dir: c2h, check: checkRead, run: runRead, done: doneRead})
-	io(protocol.OpWrite, opWrite, command{dir: h2c, check: checkWrite, run: runWrite, done: doneSimple, effects: writes})
+	io(protocol.OpRead, opRead, command{dir: c2h, check: checkRead, run: runRead, done: doneRead, fua: true})
+	io(protocol.OpWrite, opWrite, command{dir: h2c, check: checkWrite, run: runWrite, done: doneSimple, effects: writes, fua: true})
 	io(protocol.OpCompare, opCompare, command{dir: h2c, check: checkCompare, run: runCompare, done: doneCompare})
 	io(protocol.OpFlush, opFlush, command{check: checkFlush, run: runFlush, done: doneSimple})
-	io(protocol.OpWriteZeroes, opWriteZeroes, command{check: checkWriteZeroes, run: runWriteZeroes, done: doneSimple, effects: writes})
+	io(protocol.OpWriteZeroes, opWriteZeroes, command{check: checkWriteZeroes, run: runWriteZeroes, done: doneSimple, effects: writes, fua: true})
 	io(protocol.OpDatasetManagement, opDiscard, command{dir: h2c, loose: true, check: checkDSM, run: runDSM, done: doneDSM, effects: writes})
 	io(protocol.OpVerify, opVerify, command{check: checkVerify, run: runVerify, done: doneVerify})
 }

@@ -46,6 +46,7 @@ type controller struct {
 	admin   *queue
 	born    time.Time
 	gone    chan struct{} // closed when every queue has released everything
+	limits  limits        // as they were when it began: what the host has been told
 
 	// traffic says that a command came since the keep-alive timer looked last. All
 	// queues set it.
@@ -98,7 +99,7 @@ func (c *controller) logAttr() slog.Attr {
 func (t *Target) newController(sub *subsystem, id uint16, q *queue, p path, kato uint32) *controller {
 	c := &controller{
 		t: t, sub: sub, id: id, hostNQN: p.hostNQN, path: p, admin: q, born: time.Now(),
-		gone: make(chan struct{}), queues: map[uint16]*queue{}, shares: make([]share, len(t.lanes)+1),
+		gone: make(chan struct{}), queues: map[uint16]*queue{}, shares: make([]share, len(t.lanes)+1), limits: t.limits(),
 	}
 	if sub.discovery {
 		c.aec = protocol.EventConfigDiscovery

@@ -114,7 +114,7 @@ func runGetFeatures(r *request) {
 	case protocol.FeatureErrorRecovery:
 		v = c.recovery
 	case protocol.FeatureVolatileCache:
-		if c.t.limits().vwc&protocol.VWCPresent == 0 {
+		if c.limits.vwc&protocol.VWCPresent == 0 {
 			s = protocol.StatusInvalidField.WithDNR()
 		}
 		v = protocol.VolatileCacheEnable

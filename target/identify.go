@@ -139,7 +139,10 @@ func (t *Target) appendControllerList(b []byte, first uint16) []byte {
 
 // limits is what a controller advertises because of its namespaces. A controller
 // has one set of them: what one namespace can do is offered, and the others do
-// their best (a discard is a hint, zeros can be written).
+// their best (a discard is a hint, zeros can be written). They are those of the
+// namespaces that there were when it began, because hosts read them once: one that was
+// told of no write cache sends no Flush to a namespace that comes later, so its writes
+// are made durable at once (see request.durable).
 type limits struct {
 	oncs uint16
 	vwc  uint8
@@ -188,8 +191,7 @@ func (c *controller) identifyController(b []byte) []byte {
 		d.LPA = protocol.LPAExtended
 		d.DCTYPE = 1
 	} else {
-		l := c.t.limits()
-		d.ONCS, d.VWC = l.oncs, l.vwc
+		d.ONCS, d.VWC = c.limits.oncs, c.limits.vwc
 	}
 	b, _ = d.AppendBinary(b)
 	return b

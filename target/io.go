@@ -82,10 +82,14 @@ func (r *request) backendFailed() {
 	r.fail(s)
 }
 
-// fua is the flag for a write that must be durable. Where every write is durable
-// there is nothing to ask for.
-func (r *request) fua() blockdev.WriteFlags {
-	if r.cmd.FUA() && r.ns.ns.info.WriteCache {
+// fua says that the command asks for Force Unit Access and that there is something to
+// force: where every write is durable there is not.
+func (r *request) fua() bool { return r.cmd.FUA() && r.ns.ns.info.WriteCache }
+
+// durable is the flag for a write that must be durable when it is answered: because it
+// asks for it, or because its host has been told that there is no write cache.
+func (r *request) durable() blockdev.WriteFlags {
+	if r.ns.ns.info.WriteCache && (r.cmd.FUA() || r.q.ctrl.limits.vwc == 0) {
 		return blockdev.WriteFUA
 	}
 	return 0
@@ -105,7 +109,7 @@ func checkRead(r *request) protocol.Status { return checkTransfer(r, false) }
 // runRead reads. With FUA the data must come from the medium, so what the cache
 // holds goes there first.
 func runRead(r *request) {
-	if r.fua() != 0 && r.step == 0 && !r.ns.ns.info.ReadOnly {
+	if r.fua() && r.step == 0 && !r.ns.ns.info.ReadOnly {
 		r.step = 1
 		r.submit(blockdev.OpFlush, nil, 0, 0, 0)
 		return
@@ -124,7 +128,7 @@ func doneRead(r *request) {
 
 func checkWrite(r *request) protocol.Status { return checkTransfer(r, true) }
 
-func runWrite(r *request) { r.submit(blockdev.OpWrite, r.data, r.off, 0, r.fua()) }
+func runWrite(r *request) { r.submit(blockdev.OpWrite, r.data, r.off, 0, r.durable()) }
 
 func checkCompare(r *request) protocol.Status {
 	s := checkTransfer(r, false)
@@ -166,7 +170,7 @@ func checkWriteZeroes(r *request) protocol.Status {
 
 // runWriteZeroes leaves the blocks allocated unless the host allows otherwise by DEAC.
 func runWriteZeroes(r *request) {
-	flags := r.fua()
+	flags := r.durable()
 	if !r.cmd.DEAC() {
 		flags |= blockdev.ZeroNoUnmap
 	}

@@ -713,3 +713,66 @@ func TestUnservedReadIsAStall(t *testing.T) {
 	r.gone() // without the host's NIC being polled
 	s.io[0].awaitEnd()
 }
+
+// A host that was told of no write cache sends no Flush, also to a namespace that comes
+// later and has one: its writes are durable when they are answered. Hosts that connect
+// then are told.
+func TestCachedNamespaceForAHostThatDoesNotFlush(t *testing.T) {
+	r := newRig(t, Config{}, memDevice(t, 1<<20))
+	old := r.attach(sessionOptions{queues: 1})
+	vwc := func(s *session) uint8 {
+		var d protocol.IdentifyController
+		if err := d.UnmarshalBinary(s.identify(protocol.CNSController, 0)); err != nil {
+			t.Fatal(err)
+		}
+		return d.VWC & protocol.VWCPresent
+	}
+	if v := vwc(old); v != 0 {
+		t.Fatalf("VWC %d over memory", v)
+	}
+	dev := &recorder{TryDevice: cached{memDevice(t, 1<<20).(blockdev.TryDevice)}}
+	if id, err := r.tgt.AddNamespace(0, dev); id != 2 || err != nil {
+		t.Fatal(id, err)
+	}
+	if v := vwc(old); v != 0 {
+		t.Errorf("VWC becomes %d during an association: hosts do not look again", v)
+	}
+	young := r.attach(sessionOptions{queues: 1})
+	if v := vwc(young); v == 0 {
+		t.Error("VWC is not told to a new association")
+	}
+	write := func(s *session) string {
+		q := s.io[0]
+		c := q.rw(protocol.OpWrite, 8, 512, 0, 0)
+		c.SetNSID(2)
+		q.ok(c)
+		z := new(protocol.Command)
+		z.InitRW(protocol.OpWriteZeroes, q.cid(), 2, 16, 8, 0)
+		z.SetNoDataSGL()
+		q.ok(z)
+		c = q.rw(protocol.OpRead, 8, 512, 0, 0)
+		c.SetNSID(2)
+		q.ok(c)
+		return dev.take()
+	}
+	if got, want := write(old), "write 4096+512 fua; zero 8192+4096 fua keep; read 4096+512"; got != want {
+		t.Errorf("host that does not flush: %q, want %q", got, want)
+	}
+	if got, want := write(young), "write 4096+512; zero 8192+4096 keep; read 4096+512"; got != want {
+		t.Errorf("host that can: %q, want %q", got, want)
+	}
+}
+
+// Commands with Force Unit Access are counted by themselves.
+func TestFUAIsCounted(t *testing.T) {
+	r := newRig(t, Config{}, memDevice(t, 1<<20))
+	q := r.attach(sessionOptions{queues: 1}).io[0]
+	q.ok(q.rw(protocol.OpWrite, 0, 512, 0, protocol.ControlFUA))
+	q.ok(q.rw(protocol.OpWrite, 0, 512, 0, 0))
+	q.ok(q.rw(protocol.OpRead, 0, 512, 0, protocol.ControlFUA))
+	q.want(protocol.StatusLBAOutOfRange|dnr, q.rw(protocol.OpWrite, 1<<20, 512, 0, protocol.ControlFUA))
+	ops := r.tgt.Stats().Namespaces[0].Ops
+	if w, rd := ops[opWrite], ops[opRead]; w.FUA != 1 || w.Ops != 3 || rd.FUA != 1 {
+		t.Errorf("writes %+v, reads %+v", w, rd)
+	}
+}

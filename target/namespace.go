@@ -65,14 +65,17 @@ func (o op) String() string {
 
 // opStats have one writer, the worker.
 type opStats struct {
-	ops, errors, bytes atomic.Uint64
-	latency            histogram.Histogram
+	ops, errors, bytes, fua atomic.Uint64
+	latency                 histogram.Histogram
 }
 
 func (s *opStats) observe(r *request) {
 	s.ops.Add(1)
 	if r.status.OK() {
 		s.bytes.Add(r.moved)
+		if r.cmd.FUA() && r.kind.fua {
+			s.fua.Add(1)
+		}
 	} else {
 		s.errors.Add(1)
 	}
@@ -147,9 +150,10 @@ func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) 
 // namespaceUUIDs is the name space of UUIDs that are derived from subsystem and NSID.
 var namespaceUUIDs = protocol.UUID{0x6b, 0x0f, 0x6d, 0x3e, 0x5a, 0x55, 0x4c, 0x0f, 0x9d, 0x2a, 0x52, 0x44, 0x42, 0x4c, 0x4b, 0x01}
 
-// RemoveNamespace ends a namespace: commands that name it fail from now on, hosts
-// that are connected are told. It returns when the device is not in use any more,
-// so it waits for what the back end is doing.
+// RemoveNamespace ends a namespace: commands that come from now on and name it fail
+// with Invalid Namespace or Format, those that are being worked on are answered as
+// usual, hosts that are connected are told. It returns when the device is not in use any
+// more, so it waits for what the back end is doing, and Shutdown and Close wait for it.
 func (t *Target) RemoveNamespace(nsid uint32) error {
 	t.mu.Lock()
 	table := *t.sub.ns.Load()
@@ -158,12 +162,21 @@ func (t *Target) RemoveNamespace(nsid uint32) error {
 		t.mu.Unlock()
 		return fmt.Errorf("%w: %d", ErrNoNamespace, nsid)
 	}
+	if t.closing { // Shutdown or Close ends it with all others
+		t.mu.Unlock()
+		return ErrClosed
+	}
 	next := table.with(nsid, nil)
 	t.sub.ns.Store(&next)
 	t.namespaceChanged(nsid)
+	t.retiring++
+	hosts := len(t.sub.controllers)
 	t.mu.Unlock()
+	t.log.Info("namespace removed", "ns", nsid, "dev", ns.info.Name, "associations", hosts)
 	ns.retire()
-	t.log.Info("namespace removed", "ns", nsid, "dev", ns.info.Name)
+	t.mu.Lock()
+	t.retiring--
+	t.mu.Unlock()
 	return nil
 }
 

@@ -63,6 +63,7 @@ func OpName(i int) string { return op(i).String() }
 type OpStats struct {
 	Ops     uint64 // finished, with success or not
 	Errors  uint64 // of those, not with success
+	FUA     uint64 // of those with success, with Force Unit Access
 	Bytes   uint64 // of those with success
 	Latency histogram.Snapshot
 }
@@ -124,6 +125,7 @@ func (ns *namespace) snapshot() NamespaceStats {
 			from, to := &nl.stats[o], &s.Ops[o]
 			to.Ops += from.ops.Load()
 			to.Errors += from.errors.Load()
+			to.FUA += from.fua.Load()
 			to.Bytes += from.bytes.Load()
 			to.Latency.Merge(from.latency.Snapshot())
 		}

@@ -52,6 +52,7 @@ type Target struct {
 	halfOpen       int                 // of those, without a Connect
 	rejecting      int
 	flushes        int // of controllers that shut down
+	retiring       int // namespaces that are being removed
 	numControllers int
 
 	sweeper *time.Ticker // real time: it looks at what really moves
@@ -185,7 +186,7 @@ func (t *Target) wait(ctx context.Context) error {
 	for {
 		queues, _ := t.snapshot()
 		t.mu.Lock()
-		n := t.connections + t.rejecting + t.flushes
+		n := t.connections + t.rejecting + t.flushes + t.retiring
 		t.mu.Unlock()
 		if len(queues) == 0 && n == 0 {
 			return nil

@@ -374,6 +374,37 @@ func TestRemoveNamespaceWaits(t *testing.T) {
 	}
 }
 
+// Close and Shutdown wait for a namespace that is being removed as for any other.
+func TestCloseWhileNamespaceIsRemoved(t *testing.T) {
+	dev := blockdevtest.Delayed(memDevice(t, 1<<20))
+	r := newRig(t, Config{closeTimeout: 50 * time.Millisecond}, dev)
+	s := r.attach(sessionOptions{queues: 1})
+	gate := hold(dev, blockdev.OpRead)
+	s.io[0].send(s.io[0].rw(protocol.OpRead, 0, 4096, 0, 0), nil)
+	gate.Await(t, 1)
+	removed := make(chan error, 1)
+	go func() { removed <- r.tgt.RemoveNamespace(1) }()
+	eventually(t, "namespace gone", func() bool { return len(r.tgt.Status().Namespaces) == 0 })
+	if err := r.tgt.Close(); !errors.Is(err, ErrBusy) {
+		t.Errorf("Close while the storage works: %v", err)
+	}
+	select {
+	case err := <-removed:
+		t.Errorf("removed while the storage works: %v", err)
+	default:
+	}
+	gate.Open()
+	if err := <-removed; err != nil {
+		t.Error(err)
+	}
+	if err := r.tgt.Close(); err != nil {
+		t.Errorf("Close once the storage has answered: %v", err)
+	}
+	if err := r.tgt.RemoveNamespace(1); err == nil {
+		t.Error("a namespace of a closed target is removed")
+	}
+}
+
 // load runs commands on a queue until the connection ends. It returns what was
 // acknowledged: block i of the queue's area has the value of the last write there.
 type load struct {

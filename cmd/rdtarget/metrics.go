@@ -12,6 +12,7 @@ var (
 	mSize       = metrics.Gauge("rdtarget_namespace_size_bytes", "Size of the namespace.", "nsid", "device")
 	mOps        = metrics.Counter("rdtarget_operations_total", "Finished commands by operation, with success or not.", "nsid", "op")
 	mErrors     = metrics.Counter("rdtarget_operation_errors_total", "Commands that failed, by operation.", "nsid", "op")
+	mFUA        = metrics.Counter("rdtarget_operation_fua_total", "Commands that succeeded with Force Unit Access, by operation.", "nsid", "op")
 	mBytes      = metrics.Counter("rdtarget_operation_bytes_total", "Bytes of commands that succeeded, by operation.", "nsid", "op")
 	mLatency    = metrics.Gauge("rdtarget_operation_duration_seconds", "Time from a command's arrival to its answer, by operation.", "nsid", "op")
 	mInline     = metrics.Counter("rdtarget_storage_inline_total", "Storage calls made at once, in the worker.", "nsid")
@@ -54,6 +55,9 @@ func (sv *server) collect(s metrics.Sink) {
 			s.Put(mOps, float64(o.Ops), id, op)
 			s.Put(mErrors, float64(o.Errors), id, op)
 			s.Put(mBytes, float64(o.Bytes), id, op)
+			if op == "read" || op == "write" || op == "write_zeroes" {
+				s.Put(mFUA, float64(o.FUA), id, op)
+			}
 			s.PutHistogram(mLatency, o.Latency, id, op)
 		}
 		s.Put(mInline, float64(ns.Queues.Inline), id)

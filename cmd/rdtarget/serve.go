@@ -12,10 +12,10 @@ import (
 	"os"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
-	"rdblk/blockdev"
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
@@ -35,7 +35,8 @@ On the loopback interface any host may connect. On other addresses somebody must
 
 SIGTERM and SIGINT drain: running commands are answered, the devices flushed, and the program ends
 within --shutdown-timeout; a second one cuts. SIGHUP takes over what a device has grown by and reads
-hosts and allow_any_host of the --config file again. SIGUSR1 writes the state to the log.`
+namespaces, hosts and allow_any_host of the --config file again: what is new there is served, what is
+gone is not any more, and hosts that are connected are told. SIGUSR1 writes the state to the log.`
 
 // serveKeys names the setting of each flag that is one.
 var serveKeys = map[string]string{
@@ -66,7 +67,7 @@ func newServeCommand(env *cli.Env) *cli.Command {
 	return &cli.Command{
 		Name: "serve", Args: "[flags] [PATH | mem:SIZE | null:SIZE]...", Short: "serve files, disks or memory", Long: serveHelp, Flags: fs,
 		Run: func(ctx context.Context, args []string) error {
-			load := func() (*settings, error) {
+			load := func(now *settings) (*settings, error) {
 				s := defaultSettings()
 				src := config.Source{Prefix: envPrefix, Environ: env.Environ, File: *cfgFile, Flags: fs, Keys: serveKeys, Set: map[string]any{}}
 				if len(args) > 0 {
@@ -78,6 +79,12 @@ func newServeCommand(env *cli.Env) *cli.Command {
 				if len(s.Namespaces) == 0 {
 					return nil, cli.Usagef("there is nothing to serve: name a file, a block device, mem:SIZE or null:SIZE")
 				}
+				if now != nil { // a reload: what is served keeps its numbers and its name
+					s.keepNumbers(now.Namespaces)
+					if s.NQN == "" {
+						s.NQN = now.NQN
+					}
+				}
 				s.numberNamespaces()
 				for i := range s.Namespaces {
 					s.Namespaces[i].ReadOnly = s.Namespaces[i].ReadOnly || *readOnly
@@ -88,7 +95,7 @@ func newServeCommand(env *cli.Env) *cli.Command {
 				}
 				return s, nil
 			}
-			s, err := load()
+			s, err := load(nil)
 			if err != nil {
 				return err
 			}
@@ -102,12 +109,16 @@ type server struct {
 	env   *cli.Env
 	log   *slog.Logger
 	s     *settings
-	load  func() (*settings, error) // reads the settings again
-	addrs []netip.AddrPort          // as configured
-	bound []netip.AddrPort          // as bound, port 0 filled in
+	load  func(now *settings) (*settings, error) // reads the settings again
+	addrs []netip.AddrPort                       // as configured
+	bound []netip.AddrPort                       // as bound, port 0 filled in
 
-	devs     []blockdev.Device
-	losses   []*losses.Counter // of each device; nil if its content ends with the process
+	namespaces map[uint32]*served // by NSID; the goroutine of serve and reload alone
+	removals   []*served          // taken out and not closed yet; the same
+
+	mu     sync.Mutex
+	losses map[string]*losses.Counter // by key, of all that is and was served; guarded by mu
+
 	trace    io.WriteCloser // nil: none
 	target   *target.Target
 	provider *iwarp.Provider
@@ -118,7 +129,7 @@ type server struct {
 	busy     bool // the target could not be shut down for its storage
 }
 
-func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*settings, error)) (err error) {
+func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settings) (*settings, error)) (err error) {
 	log, err := cli.NewLogger(env.Stderr, s.Log.Level, s.Log.Format)
 	if err != nil {
 		return cli.Usage(err)
@@ -127,7 +138,8 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func() (*setting
 	if err != nil {
 		return err
 	}
-	sv := &server{env: env, log: log, s: s, load: load, provider: nic, started: time.Now()}
+	sv := &server{env: env, log: log, s: s, load: load, provider: nic, started: time.Now(),
+		namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
 	if sv.addrs, err = s.listenAddrs(ctx); err != nil {
 		return err
 	}
@@ -226,46 +238,27 @@ func (sv *server) open(closer func(func())) error {
 			return // it still waits for its storage, and so would a device's Close
 		}
 		for _, c := range sv.losses {
-			if c != nil {
-				c.Close()
-			}
+			c.Close()
 		}
-		for _, d := range sv.devs {
-			d.Close()
+		for _, n := range sv.namespaces {
+			n.dev.Close()
 		}
 	})
 	for _, n := range sv.s.Namespaces {
-		var count *losses.Counter // set before anybody can use the device
-		d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log,
-			OnFlushFailed: func(err error) {
-				if count != nil {
-					count.Add(err)
-				}
-			}})
-		if err != nil {
-			return fmt.Errorf("open %s: %w", n.Path, err)
-		}
-		sv.devs = append(sv.devs, d)
-		if info := d.Info(); !info.ReadOnly {
-			if key := losses.Key(n.Path, info); key != "" {
-				count = losses.Open(losses.DefaultDir(), key, sv.log)
-			}
-		}
-		sv.losses = append(sv.losses, count)
-		if _, err := t.AddNamespace(n.NSID, d); err != nil {
+		if err := sv.add(n); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// unsafeShutdowns is how often what is served here may have lost writes since the
+// unsafeShutdowns is how often what is or was served here may have lost writes since the
 // machine booted, under earlier servers too.
 func (sv *server) unsafeShutdowns() (n uint64) {
+	sv.mu.Lock()
+	defer sv.mu.Unlock()
 	for _, c := range sv.losses {
-		if c != nil {
-			n += c.Count()
-		}
+		n += c.Count()
 	}
 	return n
 }
@@ -290,10 +283,10 @@ func (sv *server) listen() error {
 // contents says in a few words what is served.
 func (sv *server) contents() string {
 	var size int64
-	for _, d := range sv.devs {
-		size += d.Info().Size
+	for _, n := range sv.namespaces {
+		size += n.dev.Info().Size
 	}
-	return counted(len(sv.devs), "namespace") + ", " + config.FormatSize(size)
+	return counted(len(sv.namespaces), "namespace") + ", " + config.FormatSize(size)
 }
 
 // wait handles signals until one of them, or ctx, says to stop.
@@ -318,12 +311,12 @@ func (sv *server) wait(ctx context.Context) {
 	}
 }
 
-// reload takes over grown devices and the list of hosts.
+// reload takes over grown devices, namespaces that were added and removed, and the list of hosts.
 func (sv *server) reload() {
 	if err := sv.target.Refresh(); err != nil {
 		sv.log.Error("sizes of the devices", "err", err)
 	}
-	s, err := sv.load()
+	s, err := sv.load(sv.s)
 	if err != nil {
 		sv.log.Error("configuration is not taken over", "err", err)
 		return
@@ -335,7 +328,9 @@ func (sv *server) reload() {
 	s.Workers = sv.s.Workers
 	var later []string
 	for _, key := range config.Changed(sv.s, s) {
-		if key != "hosts" && key != "allow_any_host" {
+		switch key {
+		case "hosts", "allow_any_host", "namespaces":
+		default:
 			later = append(later, key)
 		}
 	}
@@ -343,12 +338,13 @@ func (sv *server) reload() {
 		sv.log.Warn("these settings changed and need a restart", "settings", strings.Join(later, " "))
 	}
 	hosts, any := s.hostsInForce(sv.addrs)
-	if err := sv.target.SetHosts(hosts, any); err != nil {
+	if err := sv.target.SetHosts(hosts, any); err != nil { // first: a host that is off the list sees nothing new
 		sv.log.Error("list of hosts is not taken over", "err", err)
 		return
 	}
 	sv.s.Hosts, sv.s.AllowAnyHost = s.Hosts, s.AllowAnyHost
-	sv.log.Info("reloaded", "hosts", len(hosts), "any", any)
+	added, removed := sv.reloadNamespaces(s.Namespaces)
+	sv.log.Info("reloaded", "hosts", len(hosts), "any", any, "namespaces", len(sv.namespaces), "added", added, "removed", removed)
 }
 
 // dump writes the whole state to the log.
@@ -404,10 +400,11 @@ func (sv *server) shutdown() error {
 			// Among what it still does may be a flush that fails when nobody listens any more. (A
 			// shutdown that was merely cut has lost nothing: what was written is the kernel's, which
 			// tells the next server if it cannot store it.)
-			for _, c := range sv.losses {
-				if c != nil {
-					c.Add(err)
-				}
+			for _, n := range sv.namespaces {
+				n.lost(err)
+			}
+			for _, n := range sv.removals {
+				n.lost(err)
 			}
 		}
 		return fmt.Errorf("shut down: %w", err)
@@ -421,35 +418,38 @@ func (sv *server) shutdown() error {
 	return nil
 }
 
-// flush flushes all devices at once and waits no longer than ctx. A flush that is
-// left without an answer may fail when nobody listens any more: it counts as failed.
+// flush flushes all devices at once and waits no longer than ctx, also for those that are
+// being closed after they were taken out. A flush that is left without an answer may fail
+// when nobody listens any more: it counts as failed.
 func (sv *server) flush(ctx context.Context) error {
 	type result struct {
-		i   int
+		n   *served
 		err error
 	}
-	results := make(chan result, len(sv.devs))
-	waiting := map[int]string{}
-	for i, d := range sv.devs {
-		if info := d.Info(); !info.ReadOnly {
-			waiting[i] = info.Name
-			go func() { results <- result{i, d.Flush()} }()
+	results := make(chan result, len(sv.namespaces)+len(sv.removals))
+	waiting := map[*served]string{}
+	for _, n := range sv.namespaces {
+		if info := n.dev.Info(); !info.ReadOnly {
+			waiting[n] = info.Name
+			go func() { results <- result{n, n.dev.Flush()} }()
 		}
+	}
+	for _, n := range sv.removals {
+		waiting[n] = n.dev.Info().Name
+		go func() { <-n.closed; results <- result{n, n.closeErr} }()
 	}
 	var errs []error
 	for len(waiting) > 0 {
 		select {
 		case r := <-results:
 			if r.err != nil {
-				errs = append(errs, fmt.Errorf("flush %s: %w", waiting[r.i], r.err))
+				errs = append(errs, fmt.Errorf("flush %s: %w", waiting[r.n], r.err))
 			}
-			delete(waiting, r.i)
+			delete(waiting, r.n)
 		case <-ctx.Done():
-			for i, name := range waiting {
+			for n, name := range waiting {
 				err := fmt.Errorf("flush %s: no answer from the storage: %w", name, context.Cause(ctx))
-				if c := sv.losses[i]; c != nil {
-					c.Add(err)
-				}
+				n.lost(err)
 				errs = append(errs, err)
 			}
 			return errors.Join(errs...)

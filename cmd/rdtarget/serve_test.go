@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
@@ -269,6 +270,92 @@ func TestReloadTakesHostsOver(t *testing.T) {
 	}
 }
 
+// Namespaces come and go on SIGHUP; what is still there is not touched.
+func TestReloadAddsAndRemovesNamespaces(t *testing.T) {
+	dir := clitest.Dir(t)
+	before := runtime.NumGoroutine()
+	cfg, run := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "run")
+	path := func(name string) string { return filepath.Join(dir, name) }
+	for i, name := range []string{"a", "b", "c"} {
+		if err := os.WriteFile(path(name), make([]byte, (i+1)<<20), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := func(list ...string) {
+		text := "listen: ['127.0.0.1:0']\nworkers: 1\nnamespaces:\n"
+		for _, n := range list {
+			text += "  - " + strings.ReplaceAll(n, "@", dir+"/") + "\n"
+		}
+		if err := os.WriteFile(cfg, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var r *clitest.Run
+	n := 0
+	reload := func(want string) {
+		t.Helper()
+		n++
+		r.Signal(unix.SIGHUP)
+		r.Err.Await(t, fmt.Sprintf(`(?s)(?:msg=reloaded.*?){%d}`, n))
+		var got []string
+		for _, ns := range statusOf(t, run).Target.Namespaces {
+			got = append(got, fmt.Sprintf("%d:%s:%dM", ns.NSID, filepath.Base(ns.Device), ns.Bytes>>20))
+		}
+		if s := strings.Join(got, " "); s != want {
+			t.Errorf("served %q, want %q", s, want)
+		}
+	}
+	write("@a", "@b")
+	r = clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", run)
+	r.Out.Await(t, "serving")
+	nqn := statusOf(t, run).Target.NQN
+
+	write("@a", "@b", "@c")
+	reload("1:a:1M 2:b:2M 3:c:3M")
+	r.Err.Await(t, "namespaces=3 added=1 removed=0")
+	write("@a", "@c") // c keeps its number
+	reload("1:a:1M 3:c:3M")
+	r.Err.Await(t, `msg="device closed" ns=2`)
+	write("@c", "{path: @b, nsid: 7, read_only: true}", "@missing") // the first is another one now: the NQN stays; one fails, the other does not
+	reload("3:c:3M 7:b:2M")
+	r.Err.Await(t, `msg="namespace is not added" ns=2`)
+	if got := statusOf(t, run).Target; got.NQN != nqn || !got.Namespaces[1].ReadOnly {
+		t.Errorf("NQN %s, was %s; %+v", got.NQN, nqn, got.Namespaces)
+	}
+	if strings.Contains(r.Err.String(), "need a restart") {
+		t.Errorf("a restart is asked for: %s", r.Err)
+	}
+
+	// What hosts could not follow is refused, and everything stays.
+	write("@c", "{path: @b, nsid: 7}")
+	reload("3:c:3M 7:b:2M")
+	r.Err.Await(t, "a namespace is not changed while it is served: leave it out, reload, and add it again\" ns=7 serves=\""+path("b")+", read-only\" wanted="+path("b"))
+	write("{path: @c, nsid: 4}", "{path: @b, nsid: 7, read_only: true}")
+	reload("7:b:2M")
+	r.Err.Await(t, "a device does not change its namespace identifier at once: leave it out, reload, and add it again\" ns=4")
+	r.Err.Await(t, `msg="device closed" ns=3`)
+	reload("4:c:3M 7:b:2M")
+	write()
+	r.Signal(unix.SIGHUP)
+	r.Err.Await(t, "there is nothing to serve")
+	if l := statusOf(t, run).Target.Namespaces; len(l) != 2 {
+		t.Errorf("after a file without namespaces: %+v", l)
+	}
+
+	r.Signal(unix.SIGTERM)
+	if code := r.Wait(t); code != 0 {
+		t.Errorf("exit %d: %s", code, r.Err)
+	}
+	checkNoGoroutinesLeft(t, before)
+	for _, name := range []string{"a", "b", "c"} { // nobody holds them
+		if d, err := blockdev.Open(path(name), blockdev.Options{}); err != nil {
+			t.Error(err)
+		} else {
+			d.Close()
+		}
+	}
+}
+
 func TestNameOfASecondServer(t *testing.T) {
 	dir := clitest.Dir(t)
 	start := func(args ...string) *clitest.Run {
@@ -332,27 +419,31 @@ func TestFlushWithoutAnAnswerIsCounted(t *testing.T) {
 	dir := filepath.Join(clitest.Dir(t), "losses")
 	release := make(chan struct{})
 	defer close(release)
-	sv := &server{}
-	for _, d := range []stuck{
+	sv := &server{namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
+	for i, d := range []stuck{
 		{name: "good", flush: func() error { return nil }},
 		{name: "hangs", flush: func() error { <-release; return nil }},
 		{name: "bad", flush: func() error { return unix.EIO }},
 	} {
 		c := losses.Open(dir, d.name, slog.New(slog.DiscardHandler))
 		defer c.Close()
-		sv.devs, sv.losses = append(sv.devs, d), append(sv.losses, c)
+		sv.namespaces[uint32(i)], sv.losses[d.name] = &served{dev: d, count: c}, c
 	}
-	sv.devs, sv.losses = append(sv.devs, sv.devs[1]), append(sv.losses, nil) // one that is not kept account of
+	sv.namespaces[3] = &served{dev: sv.namespaces[1].dev} // one that is not kept account of
+	gone := losses.Open(dir, "gone", slog.New(slog.DiscardHandler))
+	defer gone.Close()
+	sv.losses["gone"] = gone // taken out, and still being closed
+	sv.removals = append(sv.removals, &served{dev: stuck{name: "gone"}, count: gone, closed: make(chan struct{})})
 	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
 	defer cancel()
 	err := sv.flush(ctx)
 	if err == nil || !errors.Is(err, unix.EIO) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush hangs: no answer") {
 		t.Errorf("%v", err)
 	}
-	if g, h, b := sv.losses[0].Count(), sv.losses[1].Count(), sv.losses[2].Count(); g != 0 || h != 1 || b != 0 {
-		t.Errorf("counted %d, %d, %d", g, h, b)
+	if g, h, b, r := sv.losses["good"].Count(), sv.losses["hangs"].Count(), sv.losses["bad"].Count(), gone.Count(); g != 0 || h != 1 || b != 0 || r != 1 {
+		t.Errorf("counted %d, %d, %d, %d", g, h, b, r)
 	}
-	if n := sv.unsafeShutdowns(); n != 1 {
+	if n := sv.unsafeShutdowns(); n != 2 {
 		t.Errorf("%d unsafe shutdowns", n)
 	}
 }

@@ -34,6 +34,8 @@ type settings struct {
 	AllowAnyHost bool        `mapstructure:"allow_any_host"`
 	Namespaces   []namespace `mapstructure:"namespaces"`
 
+	taken map[uint32]bool // identifiers not to be given out by numberNamespaces
+
 	Name            string        `mapstructure:"name"`
 	RunDir          string        `mapstructure:"run_dir"`
 	HTTP            string        `mapstructure:"http"`
@@ -82,6 +84,26 @@ type namespace struct {
 func (n *namespace) UnmarshalText(b []byte) error {
 	n.Path = string(b)
 	return nil
+}
+
+// String is the namespace as a message has it.
+func (n namespace) String() string {
+	s := n.Path
+	if n.ReadOnly {
+		s += ", read-only"
+	}
+	if n.Direct {
+		s += ", direct"
+	}
+	if n.BlockSize != 0 {
+		s += ", blocks of " + n.BlockSize.String()
+	}
+	return s
+}
+
+// shareable says that the path makes a new device each time.
+func (n namespace) shareable() bool {
+	return strings.HasPrefix(n.Path, "mem:") || strings.HasPrefix(n.Path, "null:")
 }
 
 func defaultSettings() *settings {
@@ -281,6 +303,33 @@ func (s *settings) targetConfig() target.Config {
 	return c
 }
 
+// keepNumbers gives every namespace without an identifier the one that its device has now,
+// and reserves those of devices that are to go: an identifier is not given to another
+// device before hosts have seen the first one go.
+func (s *settings) keepNumbers(now []namespace) {
+	s.taken = map[uint32]bool{}
+	for _, n := range now {
+		s.taken[n.NSID] = true
+	}
+	used := map[uint32]bool{}
+	for _, n := range s.Namespaces {
+		used[n.NSID] = true
+	}
+	for i := range s.Namespaces {
+		n := &s.Namespaces[i]
+		if n.NSID != 0 {
+			continue
+		}
+		for _, o := range now {
+			if o.Path == n.Path && !used[o.NSID] {
+				n.NSID = o.NSID
+				used[o.NSID] = true
+				break
+			}
+		}
+	}
+}
+
 // numberNamespaces gives every namespace without an identifier the next free one.
 func (s *settings) numberNamespaces() {
 	used := map[uint32]bool{}
@@ -292,7 +341,7 @@ func (s *settings) numberNamespaces() {
 		if s.Namespaces[i].NSID != 0 {
 			continue
 		}
-		for used[next] {
+		for used[next] || s.taken[next] {
 			next++
 		}
 		s.Namespaces[i].NSID = next
@@ -347,7 +396,7 @@ func (s *settings) hostsInForce(addrs []netip.AddrPort) (hosts []string, any boo
 func (s *settings) checkPaths() error {
 	var errs []error
 	for i, n := range s.Namespaces {
-		if strings.HasPrefix(n.Path, "mem:") || strings.HasPrefix(n.Path, "null:") {
+		if n.shareable() {
 			if _, size, _ := strings.Cut(n.Path, ":"); size != "" {
 				if _, err := blockdev.ParseSize(size); err != nil {
 					errs = append(errs, fmt.Errorf("namespaces[%d].path: %w", i, err))

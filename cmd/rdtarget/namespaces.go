@@ -1,0 +1,142 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+
+	"rdblk/blockdev"
+	"rdblk/internal/losses"
+)
+
+// A served namespace: its settings and its device. What is served changes on SIGHUP.
+type served struct {
+	namespace
+	dev   blockdev.Device
+	count *losses.Counter // nil if the content ends with the process, or read-only
+
+	closed   chan struct{} // of one that was taken out: closed when the device is
+	closeErr error         // of its last flush; set before
+}
+
+// lost counts that the device may have lost writes.
+func (n *served) lost(err error) {
+	if n.count != nil {
+		n.count.Add(err)
+	}
+}
+
+// add opens the device of n and serves it.
+func (sv *server) add(n namespace) error {
+	s := &served{namespace: n}
+	d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log,
+		OnFlushFailed: func(err error) { s.lost(err) }}) // count is set before anybody can use the device
+	if err != nil {
+		if slices.ContainsFunc(sv.removals, func(r *served) bool { return r.Path == n.Path }) {
+			err = fmt.Errorf("%w (it was taken out as a namespace and its storage has not answered yet: reload again later)", err)
+		}
+		return fmt.Errorf("open %s: %w", n.Path, err)
+	}
+	s.dev = d
+	if info := d.Info(); !info.ReadOnly {
+		if key := losses.Key(n.Path, info); key != "" {
+			s.count = losses.Open(losses.DefaultDir(), key, sv.log)
+			sv.mu.Lock()
+			sv.losses[key] = s.count
+			sv.mu.Unlock()
+		}
+	}
+	if _, err := sv.target.AddNamespace(n.NSID, d); err != nil {
+		d.Close()
+		return err
+	}
+	sv.namespaces[n.NSID] = s
+	return nil
+}
+
+// remove takes a namespace out. Its device is flushed and closed once the storage has
+// answered what hosts had asked, on a goroutine: storage that hangs holds up nothing else.
+func (sv *server) remove(s *served) {
+	delete(sv.namespaces, s.NSID)
+	s.closed = make(chan struct{})
+	sv.removals = append(sv.removals, s)
+	go func() {
+		defer close(s.closed)
+		if err := sv.target.RemoveNamespace(s.NSID); err != nil {
+			s.closeErr = err
+		}
+		name := s.dev.Info().Name
+		if info := s.dev.Info(); !info.ReadOnly {
+			if err := s.dev.Flush(); err != nil {
+				s.closeErr = err
+				sv.log.Error("what hosts wrote to a namespace that was removed may be lost", "ns", s.NSID, "dev", name, "err", err)
+			}
+		}
+		if s.count != nil {
+			s.count.Close() // before somebody else can serve the device; the number stays
+		}
+		if err := s.dev.Close(); err != nil {
+			sv.log.Error("close the device of a namespace that was removed", "ns", s.NSID, "dev", name, "err", err)
+			return
+		}
+		sv.log.Info("device closed", "ns", s.NSID, "dev", name)
+	}()
+}
+
+// reloadNamespaces makes what is served what want says: it takes out what is missing
+// there and adds what is new. An identifier that stands for another device, or the same in
+// another way, is left as it is: hosts must have seen the old one go before they see a new
+// one there. Nor can a device have another identifier at once. A failure concerns one
+// namespace.
+func (sv *server) reloadNamespaces(want []namespace) (added, removed int) {
+	byID := map[uint32]namespace{}
+	for _, n := range want {
+		byID[n.NSID] = n
+	}
+	inUse := map[string]uint32{}
+	var gone []*served
+	for id, s := range sv.namespaces {
+		inUse[s.Path] = id
+		n, ok := byID[id]
+		switch {
+		case !ok:
+			gone = append(gone, s)
+		case n != s.namespace:
+			sv.log.Error("a namespace is not changed while it is served: leave it out, reload, and add it again", "ns", id,
+				"serves", s.namespace.String(), "wanted", n.String())
+		}
+	}
+	sv.removals = slices.DeleteFunc(sv.removals, func(s *served) bool {
+		select {
+		case <-s.closed:
+			return true
+		default:
+			return false
+		}
+	})
+	for _, s := range gone {
+		sv.remove(s)
+		removed++
+	}
+	for _, n := range want {
+		if sv.namespaces[n.NSID] != nil {
+			continue
+		}
+		if id, ok := inUse[n.Path]; ok && !n.shareable() {
+			sv.log.Error("a device does not change its namespace identifier at once: leave it out, reload, and add it again", "ns", n.NSID,
+				"wanted", n.String(), "served_as", id)
+			continue
+		}
+		if err := sv.add(n); err != nil {
+			sv.log.Error("namespace is not added", "ns", n.NSID, "err", err)
+			continue
+		}
+		added++
+	}
+	now := make([]namespace, 0, len(sv.namespaces))
+	for _, s := range sv.namespaces {
+		now = append(now, s.namespace)
+	}
+	slices.SortFunc(now, func(a, b namespace) int { return int(a.NSID) - int(b.NSID) })
+	sv.s.Namespaces = now
+	return added, removed
+}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"rdblk/internal/timeout"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
 )
@@ -40,7 +41,7 @@ func (a *association) fail(err error) { a.cancel(err) }
 func (s *Session) establish(parent context.Context) (_ *association, err error) {
 	a := &association{s: s, log: s.log}
 	a.ctx, a.cancel = context.WithCancelCause(parent)
-	ctx, stop := context.WithTimeoutCause(a.ctx, s.cfg.ConnectTimeout, fmt.Errorf("%w (connect timeout %v)", ErrTimeout, s.cfg.ConnectTimeout))
+	ctx, stop := timeout.WithKind(a.ctx, s.cfg.ConnectTimeout, "connect_timeout", ErrTimeout)
 	defer stop()
 	defer func() {
 		if err != nil {
@@ -109,6 +110,9 @@ func (a *association) connectIO(ctx context.Context) error {
 	}
 	n := min(want, protocol.QueueCount(v).Pairs())
 	if s.queues == nil {
+		if n < want {
+			a.log.Warn("target grants fewer I/O queues than were asked for (its max_queues_per_controller)", "queues", want, "granted", n)
+		}
 		if err := s.makeQueues(n); err != nil {
 			return err
 		}
@@ -187,7 +191,7 @@ func (a *association) goKeepAlive() {
 			case <-a.ctx.Done():
 				return
 			}
-			ctx, stop := context.WithTimeout(a.ctx, kato)
+			ctx, stop := timeout.WithKind(a.ctx, kato, "keep_alive", ErrTimeout)
 			k := &call{op: "Keep Alive"}
 			k.sqe.InitAdmin(protocol.AdminKeepAlive, 0, 0)
 			err := c.exec(ctx, k)
@@ -258,7 +262,7 @@ func (a *association) watchGone() {
 // event deals with an asynchronous event.
 func (a *association) event(e protocol.AsyncEvent) {
 	a.log.Info("asynchronous event", "event", e.String())
-	ctx, stop := context.WithTimeout(a.ctx, a.s.cfg.ConnectTimeout)
+	ctx, stop := timeout.WithKind(a.ctx, a.s.cfg.ConnectTimeout, "connect_timeout", ErrTimeout)
 	defer stop()
 	switch e & 0xFFFF07 {
 	case protocol.EventNamespaceChanged:

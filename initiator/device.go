@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"rdblk/blockdev"
+	"rdblk/internal/timeout"
 	"rdblk/internal/worker"
 )
 
@@ -61,19 +62,19 @@ func (s *Session) Device(nsid uint32) (*Device, error) {
 		}
 		if nsid == 0 {
 			for id, f := range s.found {
-				return nil, fmt.Errorf("initiator: %s has no usable namespace: namespace %d: %w", s.subnqn, id, f.err)
+				return nil, fmt.Errorf("%s has no usable namespace: namespace %d: %w", s.subnqn, id, f.err)
 			}
-			return nil, fmt.Errorf("initiator: %s: %w (it has none for this host)", s.subnqn, ErrNoNamespace)
+			return nil, fmt.Errorf("%s: %w (it has none for this host)", s.subnqn, ErrNoNamespace)
 		}
 	}
 	n := s.namespaces[nsid]
 	if n == nil {
 		f := s.found[nsid]
 		if f == nil {
-			return nil, fmt.Errorf("initiator: namespace %d of %s: %w", nsid, s.subnqn, ErrNoNamespace)
+			return nil, fmt.Errorf("namespace %d of %s: %w", nsid, s.subnqn, ErrNoNamespace)
 		}
 		if f.err != nil {
-			return nil, fmt.Errorf("initiator: namespace %d of %s: %w", nsid, s.subnqn, f.err)
+			return nil, fmt.Errorf("namespace %d of %s: %w", nsid, s.subnqn, f.err)
 		}
 		n = newNamespace(s, f.d, f.g)
 		s.namespaces[nsid] = n
@@ -104,7 +105,7 @@ func (d *Device) OpenQueue(i int) (blockdev.Queue, error) {
 		return nil, ErrClosed
 	}
 	if i < 0 {
-		return nil, fmt.Errorf("initiator: queue %d: %w", i, blockdev.ErrOutOfRange)
+		return nil, fmt.Errorf("queue %d: %w", i, blockdev.ErrOutOfRange)
 	}
 	return &handle{q: d.s.queues[i%len(d.s.queues)], ns: d.ns}, nil
 }
@@ -117,13 +118,13 @@ func (d *Device) Refresh() (blockdev.Info, error) {
 	if d.closed {
 		return blockdev.Info{}, ErrClosed
 	}
-	ctx, stop := context.WithTimeout(d.s.ctx, d.s.cfg.ConnectTimeout)
+	ctx, stop := timeout.WithKind(d.s.ctx, d.s.cfg.ConnectTimeout, "connect_timeout", ErrTimeout)
 	defer stop()
 	d.s.mu.Lock()
 	as := d.s.as
 	d.s.mu.Unlock()
 	if as == nil {
-		return d.Info(), fmt.Errorf("initiator: %s: %w: not connected now", d.ns.name(), blockdev.ErrWouldBlock)
+		return d.Info(), fmt.Errorf("%s: %w: not connected now", d.ns.name(), blockdev.ErrWouldBlock)
 	}
 	before := d.Info().Size
 	err := d.s.scan(ctx, as.ctrl, true)
@@ -136,9 +137,9 @@ func (d *Device) Refresh() (blockdev.Info, error) {
 		d.s.mu.Unlock()
 		switch {
 		case f == nil:
-			err = fmt.Errorf("initiator: %s: %w", d.ns.name(), ErrNoNamespace)
+			err = fmt.Errorf("%s: %w", d.ns.name(), ErrNoNamespace)
 		case f.g != nil && f.g.info.Size < before:
-			err = fmt.Errorf("initiator: %s: %w: it had %d bytes and has %d; the old size stays", d.ns.name(), ErrChanged, before, f.g.info.Size)
+			err = fmt.Errorf("%s: %w: it had %d bytes and has %d; the old size stays", d.ns.name(), ErrChanged, before, f.g.info.Size)
 		}
 	}
 	return d.Info(), err

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"rdblk/internal/timeout"
 	"rdblk/internal/trace"
 	"rdblk/protocol"
 	"rdblk/rdma"
@@ -54,16 +55,16 @@ func (c DiscoverConfig) Validate() error {
 // before printing.
 func Discover(ctx context.Context, cfg DiscoverConfig) (_ []protocol.DiscoveryLogEntry, err error) {
 	if err := cfg.Validate(); err != nil {
-		return nil, fmt.Errorf("initiator: configuration: %w", err)
+		return nil, fmt.Errorf("configuration: %w", err)
 	}
 	full := Config{Provider: cfg.Provider, Addr: cfg.Addr, LocalAddr: cfg.LocalAddr, HostNQN: cfg.HostNQN, HostID: cfg.HostID, Logger: cfg.Logger}.withDefaults()
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("initiator: discover %s: %w", full.Addr, err)
+			err = &AttemptError{Op: "ask the discovery service at", Addr: full.Addr, SubNQN: protocol.DiscoveryNQN, Err: err}
 		}
 	}()
 	setDefault(&cfg.Timeout, DefaultConnectTimeout)
-	ctx, stop := context.WithTimeoutCause(ctx, cfg.Timeout, fmt.Errorf("%w (timeout %v)", ErrTimeout, cfg.Timeout))
+	ctx, stop := timeout.WithKind(ctx, cfg.Timeout, "connect_timeout", ErrTimeout)
 	defer stop()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -170,8 +171,10 @@ func (s *Session) discover(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.subnqn, s.addr, err = choose(list, s.cfg.Addr)
-	return err
+	if s.subnqn, s.addr, err = choose(list, s.cfg.Addr); err != nil {
+		return &AttemptError{Op: "choose a subsystem at", Addr: s.cfg.Addr, Err: err}
+	}
+	return nil
 }
 
 // choose takes the only NVM subsystem of a discovery log, at the address that was asked
@@ -193,7 +196,7 @@ func choose(list []protocol.DiscoveryLogEntry, asked netip.AddrPort) (nqn string
 	}
 	switch len(names) {
 	case 0:
-		return "", asked, fmt.Errorf("%w: discovery lists no NVM subsystem for this host (is its NQN on the target's list?)", ErrNoSubsystem)
+		return "", asked, fmt.Errorf("%w: discovery lists no NVM subsystem for this host (is its NQN, as 'rdinit version' prints it, among the target's hosts?)", ErrNoSubsystem)
 	case 1:
 		for n, a := range names {
 			return n, a, nil
@@ -210,7 +213,7 @@ func choose(list []protocol.DiscoveryLogEntry, asked netip.AddrPort) (nqn string
 		more = fmt.Sprintf(" and %d more", len(l)-show)
 		l = l[:show]
 	}
-	return "", asked, fmt.Errorf("%w: discovery lists %d, name one of %s%s", ErrNoSubsystem, len(names), strings.Join(l, ", "), more)
+	return "", asked, fmt.Errorf("%w: discovery lists %d, name one with --nqn: %s%s", ErrNoSubsystem, len(names), strings.Join(l, ", "), more)
 }
 
 func joinHostPort(host, port string) string {

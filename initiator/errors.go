@@ -15,7 +15,7 @@ import (
 var (
 	// ErrClosed is returned by a Session and its devices after Close has begun. It is
 	// blockdev.ErrClosed too.
-	ErrClosed = fmt.Errorf("initiator: session is closed: %w", blockdev.ErrClosed)
+	ErrClosed = fmt.Errorf("the session has been ended: %w", blockdev.ErrClosed)
 	// ErrProtocol says that the target broke the protocol; the association with it was
 	// ended.
 	ErrProtocol = errors.New("target broke the protocol")

@@ -775,7 +775,7 @@ func (l *lane) supervise(limit time.Duration) {
 		return
 	}
 	if at, op := l.oldest(); at != 0 && time.Duration(nano()-at) > limit {
-		l.die(fmt.Errorf("%s: %w (%v)", op, ErrTimeout, limit))
+		l.die(fmt.Errorf("%s: %w (request_timeout %v)", op, ErrTimeout, limit))
 	}
 }
 
@@ -859,7 +859,7 @@ func (l *lane) do(ctx context.Context, k *call) error {
 		default:
 		}
 		err := context.Cause(ctx)
-		if errors.Is(err, context.DeadlineExceeded) {
+		if err == context.DeadlineExceeded { // a caller's, who did not say whose it is
 			err = ErrTimeout
 		}
 		err = fmt.Errorf("%s: %w", k.op, err)

@@ -110,7 +110,7 @@ type foundNamespace struct {
 // refused by whom and what helps. The session must be closed.
 func Connect(ctx context.Context, cfg Config) (*Session, error) {
 	if err := cfg.Validate(); err != nil {
-		return nil, fmt.Errorf("initiator: configuration: %w", err)
+		return nil, fmt.Errorf("configuration: %w", err)
 	}
 	cfg = cfg.withDefaults()
 	s := &Session{
@@ -121,7 +121,11 @@ func Connect(ctx context.Context, cfg Config) (*Session, error) {
 	}
 	fail := func(err error) (*Session, error) {
 		s.trace.Close()
-		return nil, fmt.Errorf("initiator: connect %s to %s: %w", quoteNQN(s.subnqn), s.addr, err)
+		var asked *AttemptError
+		if errors.As(err, &asked) { // of discovery, which says it all
+			return nil, err
+		}
+		return nil, &AttemptError{Op: "connect to", Addr: s.addr, SubNQN: s.subnqn, Err: err}
 	}
 	if s.subnqn == "" {
 		if err := s.discover(ctx); err != nil {
@@ -147,13 +151,6 @@ func Connect(ctx context.Context, cfg Config) (*Session, error) {
 	return s, nil
 }
 
-func quoteNQN(s string) string {
-	if s == "" {
-		return "the only subsystem"
-	}
-	return fmt.Sprintf("%q", s)
-}
-
 // first makes the first association.
 func (s *Session) first(ctx context.Context) (*association, error) {
 	stop := context.AfterFunc(ctx, s.cancel)
@@ -176,7 +173,7 @@ func (s *Session) first(ctx context.Context) (*association, error) {
 		if !busy || time.Now().Add(wait).After(until) {
 			return nil, err
 		}
-		s.log.Info("target is busy, trying again", "wait", wait, "error", err)
+		s.log.Info("target is busy, trying again", "wait", wait, "error", withoutAddr(err, s.addr))
 		select {
 		case <-time.After(wait):
 		case <-ctx.Done():
@@ -290,7 +287,7 @@ func (s *Session) manage(as *association) {
 		}
 		cause := context.Cause(as.ctx)
 		s.disconnected(cause)
-		s.log.Warn("connection lost, reconnecting", "error", cause)
+		s.log.Warn("connection lost, reconnecting", "error", withoutAddr(cause, s.addr))
 		s.events.post(Event{Kind: EventDisconnected, Err: cause})
 		as.teardown()
 		if time.Since(up) > s.cfg.ReconnectMaxDelay {
@@ -389,9 +386,9 @@ func (s *Session) report(attempt int, err error) {
 		return
 	}
 	if perm {
-		s.log.Error("reconnect refused for good by the target; still trying, since it may be put right there", "attempt", attempt+1, "error", err)
+		s.log.Error("reconnect refused for good by the target; still trying, since it may be put right there", "attempt", attempt+1, "error", withoutAddr(err, s.addr))
 	} else {
-		s.log.Warn("reconnect failed", "attempt", attempt+1, "error", err)
+		s.log.Warn("reconnect failed", "attempt", attempt+1, "error", withoutAddr(err, s.addr))
 	}
 }
 
@@ -594,7 +591,7 @@ func (s *Session) Close(ctx context.Context) error {
 			select {
 			case <-w:
 			case <-ctx.Done():
-				cut = fmt.Errorf("requests were not answered in time and have failed: %w", context.Cause(ctx))
+				cut = fmt.Errorf("requests have failed: %w", context.Cause(ctx))
 			}
 		}
 		if cut != nil {
@@ -613,9 +610,13 @@ func (s *Session) Close(ctx context.Context) error {
 		s.state, s.since = StateClosed, time.Now()
 		s.mu.Unlock()
 		if err := errors.Join(cut, s.closeE); err != nil {
-			s.closeE = fmt.Errorf("initiator: close %q: %w", s.subnqn, err)
+			s.closeE = fmt.Errorf("close %q: %w", s.subnqn, err)
 		}
-		s.log.Info("closed", "error", s.closeE)
+		if s.closeE != nil {
+			s.log.Info("closed", "error", s.closeE)
+		} else {
+			s.log.Info("closed")
+		}
 	})
 	return s.closeE
 }

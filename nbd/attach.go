@@ -18,6 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"rdblk/internal/worker"
+
+	"rdblk/internal/timeout"
 )
 
 // The kernel as NBD client: /dev/nbdN, fed by one socket pair per queue.
@@ -142,7 +144,7 @@ type DeviceLock struct {
 func LockDevice(device, dir, prefix string) (*DeviceLock, error) {
 	kern, err := openKernel()
 	if err != nil {
-		return nil, fmt.Errorf("nbd: attach to %s: %w", device, err)
+		return nil, fmt.Errorf("attach to %s: %w", device, err)
 	}
 	return lockDevice(kern, device, dir, prefix)
 }
@@ -165,12 +167,12 @@ func devicePath(index int) string { return "/dev/nbd" + strconv.Itoa(index) }
 func lockDevice(kern kernelNBD, device, dir, prefix string) (*DeviceLock, error) {
 	index, err := ParseDevice(device)
 	if err != nil {
-		return nil, fmt.Errorf("nbd: %w", err)
+		return nil, err
 	}
 	if index >= 0 {
 		l, err := lockIndex(kern, index, dir, prefix)
 		if err != nil {
-			return nil, fmt.Errorf("nbd: attach to %s: %w", device, err)
+			return nil, fmt.Errorf("attach to %s: %w", device, err)
 		}
 		return l, nil
 	}
@@ -180,10 +182,10 @@ func lockDevice(kern kernelNBD, device, dir, prefix string) (*DeviceLock, error)
 			return l, nil
 		}
 		if !errors.Is(err, ErrDeviceInUse) {
-			return nil, fmt.Errorf("nbd: attach to %s: %w", devicePath(i), err)
+			return nil, fmt.Errorf("attach to %s: %w", devicePath(i), err)
 		}
 	}
-	return nil, fmt.Errorf("nbd: no free device: %w", ErrDeviceInUse)
+	return nil, fmt.Errorf("no free device: %w", ErrDeviceInUse)
 }
 
 func lockIndex(kern kernelNBD, index int, dir, prefix string) (l *DeviceLock, err error) {
@@ -326,7 +328,7 @@ func (a *linkAge) ask(c *conn) {
 // KernelDevice when it succeeds. Detach the device before Shutdown of the server: requests
 // of the kernel would fail.
 func (s *Server) AttachDevice(l *DeviceLock, exportName string, o DeviceOptions) (*KernelDevice, error) {
-	fail := func(err error) (*KernelDevice, error) { return nil, fmt.Errorf("nbd: attach %s: %w", l.Path(), err) }
+	fail := func(err error) (*KernelDevice, error) { return nil, fmt.Errorf("attach %s: %w", l.Path(), err) }
 	x := s.find([]byte(exportName))
 	if x == nil {
 		return fail(fmt.Errorf("there is no export %q", exportName))
@@ -669,7 +671,7 @@ func (k *KernelDevice) look() {
 	case disc: // the rest of the connections follows
 	case parked && k.kern.method() == "ioctl":
 		k.cutAll(why)
-		k.finish(fmt.Errorf("nbd: %s: %s, which is the end without netlink", k.Path(), why))
+		k.finish(fmt.Errorf("%s: %s, which is the end without netlink", k.Path(), why))
 	case parked && left > 0:
 		k.cutAll(why)
 	case parked && !quiet:
@@ -759,7 +761,7 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 	}
 	var warnings []error
 	warn := func(err error) error { // the error to return if this is the end
-		err = fmt.Errorf("nbd: detach %s: %w", k.Path(), err)
+		err = fmt.Errorf("detach %s: %w", k.Path(), err)
 		if !force {
 			return err
 		}
@@ -797,7 +799,7 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 	if f != nil && !k.exp.dev.Info().ReadOnly {
 		sync, cancel := context.WithCancel(ctx)
 		if d, ok := ctx.Deadline(); ok && force { // the disconnect needs time too
-			sync, cancel = context.WithDeadline(ctx, time.Now().Add(time.Until(d)/2))
+			sync, cancel = timeout.With(ctx, time.Until(d)/2, "half of the time to detach")
 		}
 		err := inTime(sync, "flush", f.Sync)
 		cancel()
@@ -811,11 +813,11 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 	if err := inTime(ctx, "disconnect", func() error { return k.kern.disconnect(k.lock.index) }); err != nil {
 		// A kernel that hangs in a send is set free by the end of the socket.
 		k.cutAll("detaching")
-		more, cancel := context.WithTimeout(context.Background(), cutWait)
+		more, cancel := timeout.With(context.Background(), cutWait, "")
 		err2 := inTime(more, "disconnect", func() error { return k.kern.disconnect(k.lock.index) })
 		cancel()
 		if err2 != nil && !errors.Is(err2, unix.ENOENT) && !errors.Is(err2, unix.EINVAL) {
-			warnings = append(warnings, fmt.Errorf("nbd: detach %s: %w", k.Path(), err))
+			warnings = append(warnings, fmt.Errorf("detach %s: %w", k.Path(), err))
 		}
 	}
 	if f != nil {
@@ -823,17 +825,17 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 		g := f
 		f = nil
 		if err := inTime(ctx, "close", g.Close); err != nil {
-			warnings = append(warnings, fmt.Errorf("nbd: detach %s: %w", k.Path(), err))
+			warnings = append(warnings, fmt.Errorf("detach %s: %w", k.Path(), err))
 		}
 	}
 	wait := ctx
 	if len(used) > 0 {
 		var cancel context.CancelFunc
-		wait, cancel = context.WithTimeout(ctx, heldWait)
+		wait, cancel = timeout.With(ctx, heldWait, "")
 		defer cancel()
 	}
 	if err := k.waitUnbound(wait); err != nil {
-		warnings = append(warnings, fmt.Errorf("nbd: detach %s: %w", k.Path(), err))
+		warnings = append(warnings, fmt.Errorf("detach %s: %w", k.Path(), err))
 	}
 	k.cutAll("detached")
 	k.finish(nil)

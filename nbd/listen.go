@@ -37,17 +37,17 @@ const maxSocketPath = 107
 // anything else at path is left alone. Closing the listener removes its file.
 func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	if len(path) > maxSocketPath {
-		return nil, fmt.Errorf("nbd: listen on %q: a socket's path may have %d bytes and this one has %d (use a shorter one)", path, maxSocketPath, len(path))
+		return nil, fmt.Errorf("listen on %q: a socket's path may have %d bytes and this one has %d (use a shorter one)", path, maxSocketPath, len(path))
 	}
 	// Two servers that find the same stale socket must not remove each other's new
 	// one: between look and listen the directory is locked.
 	unlock, err := lockDirectory(filepath.Dir(path))
 	if err != nil {
-		return nil, fmt.Errorf("nbd: listen on %q: %w", path, err)
+		return nil, fmt.Errorf("listen on %q: %w", path, err)
 	}
 	defer unlock()
 	if err := removeStale(path); err != nil {
-		return nil, fmt.Errorf("nbd: listen on %q: %w", path, err)
+		return nil, fmt.Errorf("listen on %q: %w", path, err)
 	}
 	lc := net.ListenConfig{Control: func(_, _ string, rc syscall.RawConn) error {
 		var err error
@@ -57,7 +57,7 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	}}
 	ln, err := lc.Listen(context.Background(), "unix", path)
 	if err != nil {
-		return nil, fmt.Errorf("nbd: %w", err)
+		return nil, err
 	}
 	ul := ln.(*net.UnixListener)
 	ul.SetUnlinkOnClose(false) // it would remove whatever is there by then
@@ -68,7 +68,7 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	}
 	if err != nil {
 		ul.Close()
-		return nil, fmt.Errorf("nbd: listen on %q: %w", path, err)
+		return nil, fmt.Errorf("listen on %q: %w", path, err)
 	}
 	return l, nil
 }

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"rdblk/blockdev"
+	"rdblk/internal/timeout"
 	"rdblk/internal/worker"
 )
 
@@ -129,7 +130,7 @@ func (c Config) withDefaults() Config {
 func (c Config) Validate() error {
 	c = c.withDefaults()
 	var errs []error
-	bad := func(format string, a ...any) { errs = append(errs, fmt.Errorf("nbd: "+format, a...)) }
+	bad := func(format string, a ...any) { errs = append(errs, fmt.Errorf(""+format, a...)) }
 	between := func(name string, v, lo, hi int) {
 		if v < lo || v > hi {
 			bad("%s is %d, not between %d and %d", name, v, lo, hi)
@@ -272,7 +273,7 @@ func (s *Server) startWorkers() error {
 		wc.CPU += i
 		w, err := worker.New(wc)
 		if err != nil {
-			return fmt.Errorf("nbd: %w", err)
+			return err
 		}
 		s.workers = append(s.workers, w)
 	}
@@ -285,7 +286,7 @@ func (s *Server) startWorkers() error {
 func (s *Server) Serve(ln net.Listener) error {
 	if a, ok := ln.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && !s.cfg.AllowRemote {
 		ln.Close()
-		return fmt.Errorf("nbd: serve on %v: %w: whoever reaches it could read and write the device (listen on 127.0.0.1 or a Unix socket, or allow remote clients)", a, ErrNotLoopback)
+		return fmt.Errorf("serve on %v: %w: whoever reaches it could read and write the device (listen on 127.0.0.1 or a Unix socket, or allow remote clients)", a, ErrNotLoopback)
 	}
 	s.mu.Lock()
 	if s.state != serving {
@@ -314,7 +315,7 @@ func (s *Server) Serve(ln net.Listener) error {
 			return ErrServerClosed
 		}
 		if !temporary(err) {
-			return fmt.Errorf("nbd: accept on %v: %w", ln.Addr(), err)
+			return fmt.Errorf("accept on %v: %w", ln.Addr(), err)
 		}
 		s.lines.Log(slog.LevelWarn, "nbd: cannot accept a connection, trying again", slog.String("listener", ln.Addr().String()),
 			slog.String("error", err.Error()), slog.Duration("after", backoff))
@@ -532,7 +533,7 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	}
 	if err := s.wait(ctx); err != nil {
 		n, m := s.left()
-		return fmt.Errorf("nbd: shutdown: %d connections with %d requests at the device are left: %w", n, m, err)
+		return fmt.Errorf("shutdown: %d connections with %d requests at the device are left: %w", n, m, err)
 	}
 	s.teardown()
 	return nil
@@ -548,7 +549,7 @@ func (s *Server) Close() error {
 	for _, c := range s.endIntake() {
 		s.onWorker(c, func(c *conn) { c.closeWhy = "server closed"; c.cut("") })
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
+	ctx, cancel := timeout.With(context.Background(), closeWait, "")
 	defer cancel()
 	if s.wait(ctx) != nil {
 		n, m := s.left()
@@ -627,7 +628,7 @@ func (s *Server) wait(ctx context.Context) error {
 				}
 			}
 		case <-ctx.Done():
-			return ctx.Err()
+			return context.Cause(ctx)
 		}
 	}
 }

@@ -11,19 +11,19 @@ var (
 	// ErrClosed is returned by every method of an object after its Close.
 	ErrClosed = errors.New("rdma: closed")
 	// ErrQueueFull says the depth given at creation is used up. Poll the CQ and post again.
-	ErrQueueFull = errors.New("rdma: queue full")
+	ErrQueueFull = errors.New("queue full")
 	// ErrNotSupported says this provider or device does not have the feature.
-	ErrNotSupported = errors.New("rdma: not supported")
+	ErrNotSupported = errors.New("not supported")
 	// ErrTimeout says the peer did not answer within the time that the caller or the provider chose.
-	ErrTimeout = errors.New("rdma: timed out")
+	ErrTimeout = errors.New("timed out")
 	// ErrDisconnected is the reason of an orderly end of a connection.
-	ErrDisconnected = errors.New("rdma: disconnected")
+	ErrDisconnected = errors.New("disconnected")
 	// ErrInvalid says an argument breaks the contract (limit, length, access right, state).
-	ErrInvalid = errors.New("rdma: invalid argument")
+	ErrInvalid = errors.New("invalid argument")
 	// ErrNoResources says a limit of the device or of this process is reached.
-	ErrNoResources = errors.New("rdma: out of resources")
+	ErrNoResources = errors.New("out of RDMA resources")
 	// ErrProtocol says that the peer does not speak the wire protocol or broke it.
-	ErrProtocol = errors.New("rdma: protocol error")
+	ErrProtocol = errors.New("protocol error")
 )
 
 // RejectError is returned by Conn.Connect when the peer refused the connection.
@@ -32,7 +32,7 @@ type RejectError struct {
 	PrivateData []byte
 }
 
-func (e *RejectError) Error() string { return "rdma: connection rejected by peer" }
+func (e *RejectError) Error() string { return "connection rejected by peer" }
 
 // OpError says which operation failed, at which provider, towards which address.
 type OpError struct {

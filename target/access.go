@@ -46,7 +46,7 @@ func (l *hostList) allows(nqn string) bool {
 // list are ended; discovery controllers are told if it changes what their host sees.
 func (t *Target) SetHosts(hosts []string, anyHost bool) error {
 	if err := checkHosts(hosts); err != nil {
-		return fmt.Errorf("target: hosts: %w", err)
+		return fmt.Errorf("hosts: %w", err)
 	}
 	l := newHostList(slices.Clone(hosts), anyHost)
 	t.mu.Lock()

@@ -7,15 +7,15 @@ var (
 	// ErrClosed is returned by methods of a Target after Shutdown or Close has begun.
 	ErrClosed = errors.New("target: closed")
 	// ErrNamespaceExists says the namespace identifier is taken.
-	ErrNamespaceExists = errors.New("target: namespace identifier is in use")
+	ErrNamespaceExists = errors.New("namespace identifier is in use")
 	// ErrNoNamespace says there is no namespace of that identifier.
-	ErrNoNamespace = errors.New("target: no such namespace")
+	ErrNoNamespace = errors.New("no such namespace")
 	// ErrTooMany says that a limit of Config is reached.
-	ErrTooMany = errors.New("target: limit reached")
+	ErrTooMany = errors.New("limit reached")
 	// ErrShrunk says that the store behind a namespace became smaller. The old size stays in force.
-	ErrShrunk = errors.New("target: the device became smaller")
+	ErrShrunk = errors.New("the device became smaller")
 	// ErrBusy says that the back end still works on requests, so nothing that it may touch was freed.
-	ErrBusy = errors.New("target: the storage has not answered yet")
+	ErrBusy = errors.New("the storage has not answered yet")
 )
 
 // Reasons for the end of a queue or an association; they appear in logs and in

@@ -42,7 +42,7 @@ func (t *Target) Listen(p rdma.Provider, addr netip.AddrPort) (netip.AddrPort, e
 	// when its bound is reached others are closed too: so it is well above ours.
 	l, err := p.Listen(addr, rdma.ListenConfig{MaxPending: 2 * t.cfg.MaxPending})
 	if err != nil {
-		return netip.AddrPort{}, fmt.Errorf("target: listen at %s: %w", addr, err)
+		return netip.AddrPort{}, err // names operation and address
 	}
 	ln := &listener{t: t, l: l, addr: l.Addr(), done: make(chan struct{})}
 	t.mu.Lock()

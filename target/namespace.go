@@ -88,7 +88,7 @@ func (s *opStats) observe(r *request) {
 func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) {
 	info := dev.Info()
 	fail := func(err error) (uint32, error) {
-		return 0, fmt.Errorf("target: add %s as a namespace: %w", info.Name, err)
+		return 0, fmt.Errorf("add %s as a namespace: %w", info.Name, err)
 	}
 	if info.BlockSize < 512 || bits.OnesCount(uint(info.BlockSize)) != 1 || info.BlockSize > t.cfg.MaxIO {
 		return fail(fmt.Errorf("block size %d is not a power of two between 512 and the largest transfer (%d)", info.BlockSize, t.cfg.MaxIO))
@@ -237,14 +237,14 @@ func (t *Target) Refresh() error {
 		if rs, ok := ns.dev.(blockdev.Resizer); ok {
 			var err error
 			if info, err = rs.Refresh(); err != nil {
-				errs = append(errs, fmt.Errorf("target: refresh namespace %d: %w", ns.id, err))
+				errs = append(errs, fmt.Errorf("refresh namespace %d: %w", ns.id, err))
 				continue
 			}
 		}
 		old := ns.size.Load()
 		switch {
 		case info.Size < old:
-			errs = append(errs, fmt.Errorf("target: refresh namespace %d: %w: %s has %d bytes, %d are served", ns.id, ErrShrunk, info.Name, info.Size, old))
+			errs = append(errs, fmt.Errorf("refresh namespace %d: %w: %s has %d bytes, %d are served", ns.id, ErrShrunk, info.Name, info.Size, old))
 		case info.Size > old:
 			t.mu.Lock()
 			ns.size.Store(info.Size)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"rdblk/internal/arena"
+	"rdblk/internal/timeout"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
 	"rdblk/rdma"
@@ -160,7 +161,7 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 	q.inline = d.info.MaxInline >= protocol.CompletionSize
 	q.sendInv = d.info.SendInv && !t.cfg.NoSendInvalidate
 
-	q.ctx, q.cancel = context.WithTimeout(context.Background(), t.cfg.AcceptTimeout)
+	q.ctx, q.cancel = timeout.With(context.Background(), t.cfg.AcceptTimeout, "accept_timeout")
 	if err := q.register(ring); err != nil {
 		q.cancel()
 		return nil, err

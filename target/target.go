@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"rdblk/internal/timeout"
 	"rdblk/internal/trace"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
@@ -63,7 +64,7 @@ type Target struct {
 // New makes a target without namespaces and listeners. It starts the workers.
 func New(cfg Config) (*Target, error) {
 	if err := cfg.Validate(); err != nil {
-		return nil, fmt.Errorf("target: configuration: %w", err)
+		return nil, fmt.Errorf("configuration: %w", err)
 	}
 	cfg = cfg.withDefaults()
 	t := &Target{
@@ -81,7 +82,7 @@ func New(cfg Config) (*Target, error) {
 	var err error
 	if t.admin, err = newLane(t, -1, max(adminMemory, 2*cfg.MaxIO), worker.Config{Name: "admin", MaxPoll: -1}); err != nil {
 		t.trace.Close()
-		return nil, fmt.Errorf("target: admin worker: %w", err)
+		return nil, fmt.Errorf("admin worker: %w", err)
 	}
 	for i := range cfg.Workers {
 		wc := worker.Config{Name: fmt.Sprintf("io%d", i), MaxPoll: cfg.MaxPoll, Busy: cfg.BusyPoll}
@@ -95,7 +96,7 @@ func New(cfg Config) (*Target, error) {
 			for _, l := range t.lanes {
 				l.close()
 			}
-			return nil, fmt.Errorf("target: I/O worker %d: %w", i, err)
+			return nil, fmt.Errorf("I/O worker %d: %w", i, err)
 		}
 		t.lanes = append(t.lanes, l)
 	}
@@ -176,7 +177,7 @@ func (t *Target) Shutdown(ctx context.Context) error {
 		}
 	}
 	if err := t.wait(ctx); err != nil {
-		return errors.Join(fmt.Errorf("target: shutdown: %w", err), t.Close())
+		return errors.Join(fmt.Errorf("shutdown: %w", err), t.Close())
 	}
 	return t.end()
 }
@@ -222,14 +223,14 @@ func (t *Target) Close() error {
 	for _, q := range queues {
 		q.end(errShutdown)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), t.cfg.closeTimeout)
+	ctx, cancel := timeout.With(context.Background(), t.cfg.closeTimeout, "")
 	defer cancel()
 	if err := t.wait(ctx); err != nil {
 		n := 0
 		for _, q := range t.Status().Queues {
 			n += q.Executing
 		}
-		return fmt.Errorf("target: close: %w (%d requests)", ErrBusy, n)
+		return fmt.Errorf("close: %w (%d requests)", ErrBusy, n)
 	}
 	return t.end()
 }
@@ -263,7 +264,7 @@ func (t *Target) end() error {
 		if err := t.trace.Close(); err != nil {
 			t.log.Warn("the trace is not complete", "err", err)
 		}
-		t.log.Info("target ended")
+		t.log.Debug("target ended")
 		close(t.ended)
 	})
 	<-t.ended

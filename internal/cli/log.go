@@ -5,6 +5,8 @@ import (
 	"io"
 	"log/slog"
 	"strings"
+
+	"rdblk/internal/timeout"
 )
 
 // NewLogger makes the program's logger. level is debug, info, warn or error;
@@ -25,7 +27,7 @@ func NewLogger(w io.Writer, level, format string) (*slog.Logger, error) {
 // logAttr writes durations with their unit, which JSON has no form for.
 func logAttr(_ []string, a slog.Attr) slog.Attr {
 	if a.Value.Kind() == slog.KindDuration {
-		a.Value = slog.StringValue(Duration(a.Value.Duration()))
+		a.Value = slog.StringValue(timeout.Text(a.Value.Duration()))
 	}
 	return a
 }

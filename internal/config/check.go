@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"rdblk/internal/cli"
+	"rdblk/internal/timeout"
 )
 
 // A Check collects what is wrong with settings, each with its name, its value, what it may be and an example.
@@ -67,7 +67,7 @@ func (c *Check) OneOf(key, v string, words ...string) {
 
 func show(v any) string {
 	if d, ok := v.(time.Duration); ok {
-		return cli.Duration(d)
+		return timeout.Text(d)
 	}
 	return fmt.Sprint(v)
 }

@@ -18,12 +18,16 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
+
+	"rdblk/internal/timeout"
 
 	"golang.org/x/sys/unix"
 )
@@ -55,7 +59,7 @@ func DefaultDir(getenv func(string) string) string {
 // this user alone: in /tmp somebody else may have put one in our way.
 func EnsureDir(dir string) error {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
-		return fmt.Errorf("make the run directory: %w (choose another with --run-dir)", err)
+		return fmt.Errorf("make the run directory %s: %w (choose another with --run-dir)", dir, plain(err))
 	}
 	return checkDir(dir)
 }
@@ -63,7 +67,7 @@ func EnsureDir(dir string) error {
 func checkDir(dir string) error {
 	fi, err := os.Lstat(dir)
 	if err != nil {
-		return fmt.Errorf("run directory: %w", err)
+		return fmt.Errorf("run directory %s: %w", dir, plain(err))
 	}
 	if err := private(fi); err != nil {
 		return fmt.Errorf("run directory %s: %w, or choose another with --run-dir", dir, err)
@@ -166,7 +170,10 @@ func register(dir, program, name string) (*Entry, error) {
 	}
 	lock, err := takeLock(base + ".lock")
 	if err != nil {
-		return nil, fmt.Errorf("name %q: %w", name, err)
+		if errors.Is(err, ErrNameTaken) {
+			return nil, fmt.Errorf("%q: %w%s: choose another with --name", name, err, holder(base+".lock"))
+		}
+		return nil, fmt.Errorf("lock file %s.lock: %w (choose another place with --run-dir)", base, plain(err))
 	}
 	// What is left of a dead program of that name goes; we hold its lock.
 	os.Remove(base + ".sock")
@@ -177,10 +184,32 @@ func register(dir, program, name string) (*Entry, error) {
 	if err != nil {
 		os.Remove(base + ".lock")
 		lock.Close()
-		return nil, fmt.Errorf("control socket: %w", err)
+		return nil, fmt.Errorf("control socket %s.sock: %w (choose another place with --run-dir)", base, plain(err))
 	}
+	// For messages of those who find the name taken.
+	lock.Truncate(0)
+	lock.WriteAt([]byte(strconv.Itoa(os.Getpid())+"\n"), 0)
 	ln.(*net.UnixListener).SetUnlinkOnClose(false)
 	return &Entry{Name: name, dir: dir, base: base, lock: lock, ln: ln, done: make(chan struct{})}, nil
+}
+
+// holder names the process that wrote itself into a lock file.
+func holder(path string) string {
+	b, err := os.ReadFile(path)
+	pid, perr := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil || perr != nil {
+		return ""
+	}
+	return fmt.Sprintf(" (process %d)", pid)
+}
+
+// plain is the system's error alone; the message around it says on what.
+func plain(err error) error {
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		return errno
+	}
+	return err
 }
 
 // takeLock locks the file, which it makes if need be. Since a holder removes the
@@ -223,7 +252,7 @@ func (e *Entry) Serve(h http.Handler, log *slog.Logger) {
 // Close lets running requests be answered for at most a second and gives the name back.
 func (e *Entry) Close() error {
 	if e.srv != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		ctx, cancel := timeout.With(context.Background(), time.Second, "")
 		defer cancel()
 		if e.srv.Shutdown(ctx) != nil {
 			e.srv.Close()
@@ -239,8 +268,11 @@ func (e *Entry) Close() error {
 // A Client talks to one running program.
 type Client struct {
 	Name string
+	base string // path of its files, without the ending
 	http *http.Client
 }
+
+func (c *Client) process() string { return holder(c.base + ".lock") }
 
 // List returns the running programs of that kind, by name, and removes what dead ones left.
 func List(dir, program string) ([]*Client, error) {
@@ -252,7 +284,7 @@ func List(dir, program string) ([]*Client, error) {
 	}
 	files, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, fmt.Errorf("run directory: %w", err)
+		return nil, fmt.Errorf("run directory %s: %w", dir, plain(err))
 	}
 	var list []*Client
 	for _, f := range files {
@@ -265,7 +297,7 @@ func List(dir, program string) ([]*Client, error) {
 		if removeStale(base) {
 			continue
 		}
-		list = append(list, newClient(name, base+".sock"))
+		list = append(list, newClient(name, base))
 	}
 	slices.SortFunc(list, func(a, b *Client) int { return strings.Compare(a.Name, b.Name) })
 	return list, nil
@@ -291,8 +323,9 @@ func removeStale(base string) bool {
 	return true
 }
 
-func newClient(name, sock string) *Client {
-	return &Client{Name: name, http: &http.Client{Transport: &http.Transport{
+func newClient(name, base string) *Client {
+	sock := base + ".sock"
+	return &Client{Name: name, base: base, http: &http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
@@ -336,12 +369,22 @@ func (c *Client) do(ctx context.Context, method, path string, body, v any) error
 		if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, os.ErrNotExist) {
 			return fmt.Errorf("ask %q: %w", c.Name, ErrGone)
 		}
-		return fmt.Errorf("ask %q: %w", c.Name, err)
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		var u *url.Error
+		if errors.As(err, &u) {
+			err = u.Err
+		}
+		return fmt.Errorf("ask %q%s: %w", c.Name, c.process(), plain(err))
 	}
 	defer resp.Body.Close()
 	b, err := io.ReadAll(io.LimitReader(resp.Body, 16<<20))
 	if err != nil {
-		return fmt.Errorf("ask %q: %w", c.Name, err)
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		return fmt.Errorf("ask %q%s: %w", c.Name, c.process(), plain(err))
 	}
 	if resp.StatusCode != http.StatusOK {
 		re := &RemoteError{}

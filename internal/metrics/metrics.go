@@ -19,6 +19,7 @@ import (
 
 	"rdblk/internal/control"
 	"rdblk/internal/histogram"
+	"rdblk/internal/timeout"
 	"rdblk/internal/version"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -157,7 +158,7 @@ func Listen(addr string, cfg Config) (*Server, error) {
 
 // Close ends the endpoint; running requests have a second.
 func (s *Server) Close() {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	ctx, cancel := timeout.With(context.Background(), time.Second, "")
 	defer cancel()
 	if s.srv.Shutdown(ctx) != nil {
 		s.srv.Close()

@@ -115,19 +115,19 @@ func New(cfg Config) (*Worker, error) {
 	}
 	epfd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
-		return nil, fmt.Errorf("worker: epoll: %w", err)
+		return nil, fmt.Errorf("epoll: %w", err)
 	}
 	evfd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
 	if err != nil {
 		unix.Close(epfd)
-		return nil, fmt.Errorf("worker: eventfd: %w", err)
+		return nil, fmt.Errorf("eventfd: %w", err)
 	}
 	w := &Worker{cfg: cfg, epfd: epfd, evfd: evfd, byFD: map[int32]*Handle{}, done: make(chan struct{})}
 	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(evfd)}
 	if err := unix.EpollCtl(epfd, unix.EPOLL_CTL_ADD, evfd, &ev); err != nil {
 		unix.Close(epfd)
 		unix.Close(evfd)
-		return nil, fmt.Errorf("worker: epoll: %w", err)
+		return nil, fmt.Errorf("epoll: %w", err)
 	}
 	started := make(chan error, 1)
 	go w.run(started)
@@ -203,7 +203,7 @@ func (w *Worker) Add(fd int, src Source) (*Handle, error) {
 	h := &Handle{w: w, src: src, fd: fd, interest: unix.EPOLLIN, runnable: true}
 	ev := unix.EpollEvent{Events: h.interest, Fd: int32(fd)}
 	if err := unix.EpollCtl(w.epfd, unix.EPOLL_CTL_ADD, fd, &ev); err != nil {
-		return nil, fmt.Errorf("worker: watch descriptor: %w", err)
+		return nil, fmt.Errorf("watch descriptor: %w", err)
 	}
 	w.byFD[int32(fd)] = h
 	w.sources = append(w.sources, h)
@@ -227,7 +227,7 @@ func (h *Handle) SetInterest(read, write bool) error {
 	}
 	ev := unix.EpollEvent{Events: e, Fd: int32(h.fd)}
 	if err := unix.EpollCtl(h.w.epfd, unix.EPOLL_CTL_MOD, h.fd, &ev); err != nil {
-		return fmt.Errorf("worker: change interest: %w", err)
+		return fmt.Errorf("change interest: %w", err)
 	}
 	h.interest = e
 	return nil

@@ -162,6 +162,16 @@ func (c *conn) begin(ctx context.Context, from connState, p rdma.ConnParam) (con
 	return ctx, cancel, nil
 }
 
+// plain is the system's error without what package net puts around it: an OpError names
+// operation and address.
+func plain(err error) error {
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		return errno
+	}
+	return err
+}
+
 // guard makes blocking calls on nc fail when ctx ends.
 func guard(ctx context.Context, nc *net.TCPConn) (stop func() bool) {
 	return context.AfterFunc(ctx, func() { nc.SetDeadline(time.Unix(1, 0)) })
@@ -171,8 +181,8 @@ func guard(ctx context.Context, nc *net.TCPConn) (stop func() bool) {
 // that the caller reads.
 func (c *conn) broke(op string, ctx context.Context, err error) error {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		if cerr := ctx.Err(); cerr != nil {
-			err = cerr
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
 		} else {
 			err = rdma.ErrTimeout
 			c.dev.cm.timeouts.Add(1)
@@ -189,7 +199,7 @@ func (c *conn) broke(op string, ctx context.Context, err error) error {
 	}
 	c.endedLocked(err)
 	c.mu.Unlock()
-	return c.opError(op, err)
+	return c.opError(op, plain(err))
 }
 
 // Connect establishes the TCP connection and exchanges the start-up frames.
@@ -219,11 +229,11 @@ func (c *conn) connect(ctx context.Context, p rdma.ConnParam) (rdma.Established,
 	if err != nil {
 		var ne net.Error
 		if ctx.Err() != nil {
-			err = ctx.Err()
+			err = context.Cause(ctx)
 		} else if errors.As(err, &ne) && ne.Timeout() {
-			err = fmt.Errorf("%w: %w", rdma.ErrTimeout, err)
+			err = rdma.ErrTimeout
 		}
-		return rdma.Established{}, err
+		return rdma.Established{}, plain(err)
 	}
 	nc := n.(*net.TCPConn)
 	c.mu.Lock()
@@ -304,7 +314,7 @@ func (c *conn) connect(ctx context.Context, p rdma.ConnParam) (rdma.Established,
 		select {
 		case <-t.C:
 		case <-ctx.Done():
-			return rdma.Established{}, ctx.Err()
+			return rdma.Established{}, context.Cause(ctx)
 		}
 	}
 	est := rdma.Established{PrivateData: bytes.Clone(private), IRD: a.ird, ORD: a.ord}
@@ -647,7 +657,7 @@ func (p *Provider) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.List
 	}
 	nl, err := lc.Listen(context.Background(), network, addr.String())
 	if err != nil {
-		return fail(err)
+		return fail(plain(err))
 	}
 	l := &listener{dev: p.dev, l: nl.(*net.TCPListener), cfg: cfg, out: make(chan *conn, cfg.MaxPending), done: make(chan struct{}), shakes: map[*net.TCPConn]*list.Element{}}
 	if rc, err := l.l.SyscallConn(); err == nil {

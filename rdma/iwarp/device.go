@@ -45,8 +45,8 @@ func (p *Provider) Device() rdma.Device { return p.dev }
 
 // Dial makes a connection that Connect will establish. It does not block.
 func (p *Provider) Dial(ctx context.Context, local netip.Addr, remote netip.AddrPort) (rdma.Conn, error) {
-	if err := ctx.Err(); err != nil {
-		return nil, err
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
 	}
 	if !remote.IsValid() || remote.Port() == 0 {
 		return nil, &rdma.OpError{Op: "dial", Provider: providerName, Addr: remote, Err: fmt.Errorf("%w: no address or no port", rdma.ErrInvalid)}

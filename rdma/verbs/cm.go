@@ -136,7 +136,7 @@ func (c *conn) step(ctx context.Context, want int) error {
 		}
 		return resolveError(syscall.Errno(max(ev.status, -ev.status)))
 	case <-ctx.Done():
-		return ctx.Err()
+		return context.Cause(ctx)
 	case <-t.C:
 		return rdma.ErrTimeout
 	}
@@ -304,7 +304,7 @@ func data(b []byte) unsafe.Pointer {
 func (c *conn) Connect(ctx context.Context, p rdma.ConnParam) (rdma.Established, error) {
 	err := c.begin(true, "connect", &p, c.dev.info.MaxPrivate)
 	if err == nil {
-		err = ctx.Err()
+		err = context.Cause(ctx)
 		if err != nil {
 			c.end(err)
 		}
@@ -345,7 +345,7 @@ func (c *conn) await(ctx context.Context, op string) (rdma.Established, error) {
 		return c.est, nil
 	case <-c.done:
 	case <-ctx.Done():
-		c.end(ctx.Err())
+		c.end(context.Cause(ctx))
 	}
 	return rdma.Established{}, c.wrap(op, c.Err())
 }

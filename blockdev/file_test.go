@@ -19,6 +19,7 @@ import (
 
 	"rdblk/blockdev"
 	"rdblk/blockdev/blockdevtest"
+	"rdblk/internal/envtest"
 )
 
 func logged(o *blockdev.Options) *bytes.Buffer {
@@ -345,7 +346,7 @@ func TestSpaceIsFreedAndKept(t *testing.T) {
 			file := newFile(t, t.TempDir(), 8<<20)
 			d := open(t, file, blockdev.Options{Direct: direct})
 			if !d.Info().Discard {
-				t.Skip("no holes on this file system")
+				envtest.Lacks(t, "no holes on the file system of the tests")
 			}
 			p := blockdevtest.Buffer(4 << 20)
 			blockdevtest.Fill(p, 0, 1)

@@ -13,6 +13,7 @@ import (
 
 	"rdblk/blockdev"
 	"rdblk/blockdev/blockdevtest"
+	"rdblk/internal/envtest"
 )
 
 // TestMain is also the other process of the locking tests: asked by an environment
@@ -105,13 +106,24 @@ func run(t testing.TB, name string, args ...string) string {
 func needLoop(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("not root: loop devices and mounts need it")
+		envtest.Lacks(t, "not root: loop devices and mounts need it")
 	}
 	f, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
 	if err != nil {
-		t.Skipf("no loop devices here: %v", err)
+		envtest.Lacks(t, "no loop devices here: %v", err)
 	}
 	f.Close()
+}
+
+// needFileSystem skips where the kernel has no such file system, not even as a module.
+func needFileSystem(t testing.TB, kind string) {
+	t.Helper()
+	exec.Command("modprobe", kind).Run()
+	supported, err := os.ReadFile("/proc/filesystems")
+	must(t, "file systems", err)
+	if !strings.Contains(string(supported), "\t"+kind+"\n") {
+		t.Skipf("this kernel has no %s", kind)
+	}
 }
 
 // newFile makes a sparse file.
@@ -178,7 +190,7 @@ func TestFileDirect(t *testing.T) {
 func TestFileInMemory(t *testing.T) {
 	dir, err := os.MkdirTemp("/dev/shm", "blockdev")
 	if err != nil {
-		t.Skipf("no file system in memory: %v", err)
+		envtest.Lacks(t, "no file system in memory: %v", err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	suite(t, dir, 2<<20, blockdev.Options{}, blockdevtest.Short())
@@ -198,9 +210,9 @@ func TestFileSystems(t *testing.T) {
 	} {
 		t.Run(fs.kind, func(t *testing.T) {
 			needLoop(t)
-			supported, _ := os.ReadFile("/proc/filesystems")
-			if _, err := exec.LookPath("mkfs." + fs.kind); err != nil || !strings.Contains(string(supported), "\t"+fs.kind+"\n") {
-				t.Skipf("no %s here", fs.kind)
+			needFileSystem(t, fs.kind)
+			if _, err := exec.LookPath("mkfs." + fs.kind); err != nil {
+				envtest.Lacks(t, "no mkfs.%s here", fs.kind)
 			}
 			dir := mount(t, fs.kind, 320<<20, fs.args...)
 			t.Run("Buffered", func(t *testing.T) { suite(t, dir, 2<<20, blockdev.Options{}, blockdevtest.Short()) })
@@ -211,10 +223,7 @@ func TestFileSystems(t *testing.T) {
 
 func TestOverlay(t *testing.T) {
 	needLoop(t)
-	supported, _ := os.ReadFile("/proc/filesystems")
-	if !strings.Contains(string(supported), "\toverlay\n") {
-		t.Skip("no overlay file system here")
-	}
+	needFileSystem(t, "overlay")
 	base := mount(t, "ext4", 64<<20, "-q", "-F")
 	for _, d := range []string{"lower", "upper", "work", "all"} {
 		must(t, "mkdir", os.Mkdir(filepath.Join(base, d), 0o755))

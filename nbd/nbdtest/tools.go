@@ -14,6 +14,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"rdblk/internal/envtest"
 )
 
 // packages tells how to get the tools.
@@ -55,11 +57,7 @@ func Require(t testing.TB, tools ...string) {
 	if len(missing) == 0 {
 		return
 	}
-	msg := fmt.Sprintf("missing: %s (install: %s)", strings.Join(missing, ", "), packages)
-	if os.Getenv("CI") == "true" {
-		t.Fatal(msg)
-	}
-	t.Skip(msg)
+	envtest.Lacks(t, "missing: %s (install: %s)", strings.Join(missing, ", "), packages)
 }
 
 // shell finds a Python that has libnbd: nbdsh takes the first python3 in the path,

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"rdblk/internal/envtest"
 	"rdblk/nbd/nbdtest"
 )
 
@@ -79,16 +80,13 @@ func TestFrozenTarget(t *testing.T) {
 // The target's file system is full: that write fails with ENOSPC, and nothing else does.
 func TestFullFileSystem(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("needs root to mount a small file system")
+		envtest.Lacks(t, "not root: cannot mount a small file system")
 	}
 	w := newWorld(t, 4096)
 	mnt := filepath.Join(w.dir, "mnt")
 	os.Mkdir(mnt, 0o700)
 	if out, err := exec.Command("mount", "-t", "tmpfs", "-o", "size=8m", "none", mnt).CombinedOutput(); err != nil {
-		if os.Getenv("CI") == "true" {
-			t.Fatalf("mount: %v: %s", err, out)
-		}
-		t.Skipf("cannot mount here: %v: %s", err, out)
+		envtest.Lacks(t, "cannot mount here: %v: %s", err, out)
 	}
 	// Registered before the processes are: those end first.
 	t.Cleanup(func() { exec.Command("umount", mnt).Run() })

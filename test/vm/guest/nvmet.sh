@@ -1,0 +1,98 @@
+#!/bin/bash
+# rdinit on the kernel's nvmet-rdma: every kind of I/O, through the NBD socket and /dev/nbdN; namespaces of
+# both block sizes, in-capsule data of three sizes, keys by window and of whole regions.
+# Arguments: the rdinit program. FABRIC: see nvmet-lib.sh.
+. "$VM_REPO/test/vm/lib.sh"
+. "$VM_REPO/test/vm/guest/nvmet-lib.sh"
+fabric_up
+modprobe nbd
+null_up nb0 256 512 discard 1 cache_size 64; one=$BLK
+null_up nb1 256 4096 discard 1; two=$BLK
+nvmet_subsys $nqn
+nvmet_ns $nqn 1 $one
+nvmet_ns $nqn 2 $two
+port() { # ID PORT INLINE
+	mkdir $NVMET/ports/$1
+	echo $3 >$NVMET/ports/$1/param_inline_data_size
+	echo $ADDR >$NVMET/ports/$1/addr_traddr; echo rdma >$NVMET/ports/$1/addr_trtype
+	echo $2 >$NVMET/ports/$1/addr_trsvcid; echo ipv4 >$NVMET/ports/$1/addr_adrfam
+	ln -s $NVMET/subsystems/$nqn $NVMET/ports/$1/subsystems/
+}
+port 1 4420 16384
+port 2 4421 0
+port 3 4422 4096
+for p in 4420 4421 4422; do # nvmet tells of the port that is asked
+	"$rdinit" discover $ADDR:$p >"$VM_OUT/discover.txt"
+	grep "$ADDR *$p *$nqn" "$VM_OUT/discover.txt"
+done
+if "$rdinit" attach $ADDR --socket $sock >"$VM_OUT/two.txt" 2>&1; then die "attached one of two namespaces without being told which"; fi
+grep -q 'namespaces 1, 2: name one with --nsid' "$VM_OUT/two.txt" || { cat "$VM_OUT/two.txt"; die "the choice is not named"; }
+trace_start
+note "discovery; two namespaces are named"
+
+# The first namespace, by socket, found by discovery.
+attach --nsid 1 --socket $sock
+grep "in_capsule=16384" "$SAID" | tail -1
+holds 's["state"]=="live" and s["block_size"]==512 and s["size"]==256<<20 and [n["nsid"] for n in s["namespaces"]]==[1,2]'
+fio_nbd size=16m
+fio_nbd bsrange=512-1m size=8m numjobs=2 offset_increment=64m fsync=32
+seen 'nvme_cmd_flush'
+note "NBD socket: verify 4k-128k, 512-1m with flushes"
+detach $sock
+
+# The second, of 4096-byte blocks, as block device: geometry, discard, write zeroes, FUA, and the bytes themselves.
+attach --nsid 2 --device auto --nqn $nqn
+[ -b $DEV ]
+[ "$(lsblk -bdno SIZE,LOG-SEC $DEV | tr -s ' ' | sed 's/^ //')" = "$((256 << 20)) 4096" ] || die "lsblk: $(lsblk -bdno SIZE,LOG-SEC $DEV)"
+q=/sys/block/${DEV#/dev/}/queue
+[ "$(cat $q/write_cache)" = "write back" ] && [ "$(cat $q/fua)" = 1 ]
+fio_verify $DEV bs=4k bsrange=4k-1m size=16m
+head -c 1048576 /dev/urandom >/run/data
+echo >$T/trace
+dd if=/run/data of=$DEV bs=64k oflag=direct status=none
+seen 'nsid=2.*nvme_cmd_write,' 16
+echo >$T/trace
+dd if=/run/data of=$DEV bs=64k seek=16 oflag=direct,dsync status=none
+seen 'nvme_cmd_write,.*ctrl=0x4000' 16 # FUA
+cmp -n 1048576 /run/data $two
+blkdiscard -o 65536 -l 131072 $DEV
+seen 'nvme_cmd_dsm'
+blkdiscard -z -o 524288 -l 131072 $DEV
+seen 'nvme_cmd_write_zeroes'
+sync $DEV
+python3 - /run/data $two <<'PY' || die "what is on the kernel's disk is not what was written"
+import sys
+want = bytearray(open(sys.argv[1], 'rb').read())
+want[65536:196608] = bytes(131072)
+want[524288:655360] = bytes(131072)
+got = open(sys.argv[2], 'rb').read(1 << 20)
+sys.exit(got != want)
+PY
+note "/dev/nbdN, blocks of 4096: verify, direct, FUA, discard, write zeroes, same bytes on the kernel's disk"
+# The first beside it: two attachments of one subsystem, one file system each.
+other=$DEV first=$client
+attach --nsid 1 --device auto --nqn $nqn
+[ $DEV != $other ]
+fs_check $DEV ext4 & fs=$!
+fio_verify $other bs=4k bsrange=4k-64k size=8m offset=64m
+wait $fs
+detach $DEV
+client=$first
+detach $other
+note "both at a time"
+
+# No data in capsules; then 4096 bytes, and keys of whole regions instead of windows.
+attach -p 4421 --nsid 1 --nqn $nqn --socket $sock
+grep 'msg=connected' "$SAID" | tail -1 | grep -q in_capsule=0
+fio_nbd bsrange=512-64k size=8m
+detach $sock
+export RDINIT_MEMORY_WINDOWS=false
+attach -p 4422 --nsid 1 --nqn $nqn --socket $sock --http 127.0.0.1:9100
+grep 'msg=connected' "$SAID" | tail -1 | grep -q 'windows=false in_capsule=4096'
+fio_nbd bsrange=512-256k size=8m
+detach $sock
+unset RDINIT_MEMORY_WINDOWS
+note "in-capsule data 0 and 4096, no windows"
+kernel_clean
+trap - EXIT
+note done

@@ -197,6 +197,9 @@ func besiege(t *testing.T, a attack, plain bool) {
 				if !mine {
 					return false
 				}
+				if a.victim != 0 {
+					<-victimHere
+				}
 				if a.after {
 					_ = k.run()
 					<-g.answered

@@ -14,6 +14,7 @@ ns() { # NSID PATH UUID: nvmet_ns with an identity of our choice
 	mkdir $N/$1
 	printf %s "$2" >$N/$1/device_path
 	echo "$3" >$N/$1/device_uuid
+	echo 1 >$N/$1/buffered_io # tmpfs has no direct I/O
 	echo 1 >$N/$1/enable
 }
 ns 1 /run/one.img $uuid

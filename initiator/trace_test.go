@@ -43,6 +43,7 @@ func TestBothTracesAgree(t *testing.T) {
 	cfg := s.config()
 	cfg.Trace = &ini
 	cfg.SubNQN = "" // discovery first
+	cfg.Depth = 8
 	dev, err := initiator.Open(context.Background(), cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -72,6 +73,9 @@ func TestBothTracesAgree(t *testing.T) {
 	}
 	for _, want := range []string{
 		"> RDMA connection request hrqsize=32 hsqsize=31 responder-resources=", "< RDMA connection accepted crqsize=32 initiator-depth=",
+		// All the Reads that the device can serve, however small the queue; SQSIZE is HSQSIZE.
+		" q1 > RDMA connection request hrqsize=8 hsqsize=7 cntlid=1 responder-resources=32\n", " q1 < RDMA connection accepted crqsize=8 initiator-depth=32\n",
+		" qid=1 sqsize=7 kato=0 ",
 		"> Fabrics Connect ", "cntlid=1\n", `> Fabrics Property Set cid=`, `lid="Discovery" `, ` > Asynchronous Event Request `,
 		"slba=8 blocks=1 fua sgl=in-capsule offset=0 len=512\n", "> Write cid=", "slba=128 blocks=256 sgl=keyed ", "> Write Zeroes ",
 		"> Dataset Management ", " > Flush cid=", `status="success"`, " - disconnected",

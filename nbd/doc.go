@@ -24,7 +24,8 @@
 // the socket (read). A request that finds no buffer waits; the connections of a queue are served first
 // come first served, and a connection whose request waits does not read further ones.
 // A client that stops halfway through a payload or does not take its replies
-// keeps buffers that others want: after a second its data moves to memory of its own.
+// keeps buffers that others want: after a second its data moves to memory of its own, of which
+// there is so much (Config.SpillMemory); then those who have stood still longest are ended.
 //
 // # Errors
 //

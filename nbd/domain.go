@@ -112,7 +112,9 @@ func (t *tickTask) Run() {
 	d.ticking.Store(false)
 	now := nanotime()
 	for i := len(d.conns) - 1; i >= 0; i-- { // backwards: one may remove itself
-		d.conns[i].tick(now)
+		if i < len(d.conns) { // and others
+			d.conns[i].tick(now)
+		}
 	}
 	// Memory may have come back from users of the queue that we know nothing of.
 	d.grant()

@@ -70,8 +70,16 @@ type Config struct {
 	MaxPayload int
 	// MaxConnBytes bounds the buffers of a connection in bytes, in flight and in
 	// replies that it has not read; default 32 MiB. A single request may exceed it.
-	// MaxConnections times this is the worst that clients can do to memory.
+	// The buffers are the queues', which have a bound of their own; a request that finds none
+	// waits in line.
 	MaxConnBytes int
+	// SpillMemory bounds the data, in bytes over all connections, that is moved out of the
+	// queues' buffers because clients who do not read their replies, or do not go on with
+	// their requests, are in the way of others; default 64 MiB, negative none. When it is used
+	// up the connection that has stood still for the longest time is ended. With the
+	// queues' buffers, and about 200 KiB for each connection and 64 KiB for each handshake,
+	// it is all that clients can do to memory.
+	SpillMemory int
 	// StallTimeout ends a connection whose client does not move for so long while
 	// it owes something: the rest of a request, or to read replies. Default 5 min, negative never.
 	// A client between requests may be idle for ever.
@@ -84,14 +92,22 @@ type Config struct {
 	evacuateAfter time.Duration
 }
 
+// Defaults and bounds of Config that commands name too.
+const (
+	DefaultMaxConnections = 128
+	DefaultMaxConnBytes   = 32 << 20
+	DefaultSpillMemory    = 64 << 20
+	MaxMaxConnections     = 1 << 20
+	MinMaxConnBytes       = 4096
+	MaxMemory             = 1 << 40
+)
+
 const (
 	defaultQueueMemory      = 128 << 20
-	defaultMaxConnections   = 128
 	defaultMaxHandshakes    = 64
 	defaultHandshakeTimeout = 30 * time.Second
 	defaultMaxInFlight      = 256
 	defaultMaxPayload       = 32 << 20
-	defaultMaxConnBytes     = 32 << 20
 	defaultStallTimeout     = 5 * time.Minute
 
 	// closeWait is how long Close waits for the device to answer what it has.
@@ -106,11 +122,12 @@ func (c Config) withDefaults() Config {
 	}
 	def(&c.Workers, min(runtime.NumCPU(), 4))
 	def(&c.QueueMemory, defaultQueueMemory)
-	def(&c.MaxConnections, defaultMaxConnections)
+	def(&c.MaxConnections, DefaultMaxConnections)
 	def(&c.MaxHandshakes, defaultMaxHandshakes)
 	def(&c.MaxInFlight, defaultMaxInFlight)
 	def(&c.MaxPayload, defaultMaxPayload)
-	def(&c.MaxConnBytes, defaultMaxConnBytes)
+	def(&c.MaxConnBytes, DefaultMaxConnBytes)
+	def(&c.SpillMemory, DefaultSpillMemory)
 	dur := func(p *time.Duration, v time.Duration) {
 		if *p == 0 {
 			*p = v
@@ -138,11 +155,14 @@ func (c Config) Validate() error {
 	}
 	between("Workers", c.Workers, 1, 256)
 	between("QueueMemory", c.QueueMemory, 1<<20, 1<<40)
-	between("MaxConnections", c.MaxConnections, 1, 1<<20)
+	between("MaxConnections", c.MaxConnections, 1, MaxMaxConnections)
 	between("MaxHandshakes", c.MaxHandshakes, 1, 1<<20)
 	between("MaxInFlight", c.MaxInFlight, 1, 1<<16)
 	between("MaxPayload", c.MaxPayload, 64<<10, 1<<31)
-	between("MaxConnBytes", c.MaxConnBytes, 4096, 1<<40)
+	between("MaxConnBytes", c.MaxConnBytes, MinMaxConnBytes, MaxMemory)
+	if c.SpillMemory > MaxMemory {
+		bad("SpillMemory is %d, more than %d", c.SpillMemory, MaxMemory)
+	}
 	if c.HandshakeTimeout < 0 {
 		bad("HandshakeTimeout is %v; it cannot be switched off", c.HandshakeTimeout)
 	}
@@ -199,6 +219,8 @@ type Server struct {
 	endMu    sync.Mutex    // serialises what is done in place of workers that have ended
 
 	handshakesFailed, handshakesEvicted, refused atomic.Uint64
+
+	spilled atomic.Int64 // bytes of Config.SpillMemory in use
 }
 
 type serverState uint8
@@ -494,6 +516,17 @@ func (s *Server) connGone(c *conn) {
 	c.leaveKernel()
 }
 
+// spill takes n bytes of Config.SpillMemory; unspill gives those of b back.
+func (s *Server) spill(n int) bool {
+	if s.spilled.Add(int64(n)) <= int64(s.cfg.SpillMemory) {
+		return true
+	}
+	s.spilled.Add(-int64(n))
+	return false
+}
+
+func (s *Server) unspill(b []byte) { s.spilled.Add(-int64(len(b))) }
+
 // clock lets workers look after connections whose client stands still. A worker
 // without such connections is left asleep.
 func (s *Server) clock() {
@@ -673,6 +706,7 @@ func (s *Server) Stats() Stats {
 		HandshakesFailed:  s.handshakesFailed.Load(),
 		HandshakesEvicted: s.handshakesEvicted.Load(),
 		Refused:           s.refused.Load(),
+		SpillBytes:        s.spilled.Load(),
 	}
 	s.mu.Lock()
 	st.Handshakes = s.handshakes.Len()

@@ -85,3 +85,66 @@ func TestTrickles(t *testing.T) {
 		})
 	}
 }
+
+// TestSpillMemory: clients that do not read cost no more than the memory there is for them. When
+// it is used up the one that has stood still for the longest time goes; everybody else is served.
+func TestSpillMemory(t *testing.T) {
+	const memory = 1 << 20
+	d := newHeldDevice(t, 16<<20, 1, memory)
+	d.queues[0].open()
+	s := serve(t, d, func(c *Config) {
+		c.MaxPayload, c.SpillMemory = memory, memory
+		c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 20*time.Millisecond
+	})
+	good := s.open(t, true)
+	data := make([]byte, memory)
+	fill(newRand(t), data)
+	do(t, good, 0, nbdtest.CmdWrite, 0, memory, data, 0)
+	const hostile = 4
+	var slow []*nbdtest.Client
+	for i := range hostile {
+		c := s.open(t, true)
+		slow = append(slow, c)
+		if err := c.Send(0, nbdtest.CmdRead, 1, 0, memory, nil); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the memory taken", func() bool { return d.queues[0].memory() == memory })
+		do(t, good, 0, nbdtest.CmdWrite, 0, memory, data, 0) // waits until the other has lost it
+		st := s.Stats()
+		if st.SpillBytes > memory || st.Exports[0].SpillCuts != uint64(i) {
+			t.Fatalf("after %d clients that do not read: %d bytes outside the queue, %d clients ended", i+1, st.SpillBytes, st.Exports[0].SpillCuts)
+		}
+	}
+	for i, c := range slow {
+		r, err := c.ReadReply()
+		switch {
+		case i < hostile-1 && err == nil:
+			t.Errorf("client %d of %d is still there", i+1, hostile)
+		case i == hostile-1 && (err != nil || !bytes.Equal(r.Data, data)):
+			t.Errorf("the last one, for which there is room: errno %d, %v", r.Errno, err)
+		}
+	}
+	eventually(t, "all memory back", func() bool { return s.Stats().SpillBytes == 0 && d.queues[0].memory() == 0 })
+}
+
+// TestNoSpillMemory: where there is none, who stands in others' way goes.
+func TestNoSpillMemory(t *testing.T) {
+	const memory = 1 << 20
+	d := newHeldDevice(t, 16<<20, 1, memory)
+	d.queues[0].open()
+	s := serve(t, d, func(c *Config) {
+		c.MaxPayload, c.SpillMemory = memory, -1
+		c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 20*time.Millisecond
+	})
+	slow, good := s.open(t, true), s.open(t, true)
+	slow.Expect(nbdtest.CmdWrite, 1, 0, memory)
+	slow.Write(nbdtest.Header(0, nbdtest.CmdWrite, 1, 0, memory)) // and no payload
+	eventually(t, "the memory taken", func() bool { return d.queues[0].memory() == memory })
+	do(t, good, 0, nbdtest.CmdWrite, 0, memory, make([]byte, memory), 0)
+	if st := s.Stats(); st.Exports[0].SpillCuts != 1 || st.SpillBytes != 0 {
+		t.Errorf("%+v", st)
+	}
+	if _, err := slow.ReadReply(); err == nil {
+		t.Error("the client that stood still is there")
+	}
+}

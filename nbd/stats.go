@@ -72,6 +72,7 @@ type ExportStats struct {
 	BufferWaits uint64          `json:"buffer_waits"` // requests that found no buffer
 	Evacuations uint64          `json:"evacuations"`  // requests whose data was moved out of shared memory because the client stood still
 	Stalls      uint64          `json:"stalls"`       // connections ended by StallTimeout
+	SpillCuts   uint64          `json:"spill_cuts"`   // connections ended because SpillMemory was used up
 	Ops         [NumOps]OpStats `json:"ops"`          // by Op
 }
 
@@ -81,6 +82,7 @@ type Stats struct {
 	HandshakesFailed  uint64        `json:"handshakes_failed"`  // ended by a violation, the deadline or a hang-up
 	HandshakesEvicted uint64        `json:"handshakes_evicted"` // ended to make room for newer ones
 	Refused           uint64        `json:"refused"`            // for Config.MaxConnections
+	SpillBytes        int64         `json:"spill_bytes"`        // of Config.SpillMemory in use now
 	Exports           []ExportStats `json:"exports"`
 }
 
@@ -117,6 +119,7 @@ type domainCounters struct {
 	bufferWaits counter
 	evacuations counter
 	stalls      counter
+	spillCuts   counter
 	inFlight    atomic.Int64
 }
 
@@ -125,6 +128,7 @@ func (d *domainCounters) addTo(s *ExportStats) {
 	s.BufferWaits += d.bufferWaits.v.Load()
 	s.Evacuations += d.evacuations.v.Load()
 	s.Stalls += d.stalls.v.Load()
+	s.SpillCuts += d.spillCuts.v.Load()
 	for i := range d.ops {
 		o, t := &d.ops[i], &s.Ops[i]
 		t.Count += o.count.v.Load()

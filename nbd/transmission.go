@@ -76,7 +76,8 @@ type slot struct {
 
 	cmd     command
 	fua     bool // flush before the reply
-	private bool // buf is ordinary memory, not the queue's
+	private bool // buf is ordinary memory, not the queue's; see Config.SpillMemory
+	whole   bool // a write whose payload has arrived while it was private
 	errno   Errno
 	cookie  uint64
 	off     uint64
@@ -474,7 +475,7 @@ func (c *conn) begin(r *request) {
 	}
 	s.cmd, s.cookie, s.off, s.length = r.cmd, r.cookie, r.off, r.length
 	s.start = c.moved
-	s.errno, s.why, s.fua, s.private = 0, "", false, false
+	s.errno, s.why, s.fua, s.private, s.whole = 0, "", false, false, false
 
 	in := c.dom.q.Info()
 	e, why := validate(r, &in, &c.lim)
@@ -563,6 +564,7 @@ func (c *conn) proceed() bool {
 			return false
 		}
 		if s.private { // evacuated while it was on its way
+			s.whole = true
 			c.wantMemory(s)
 			return c.pause == pauseNone
 		}
@@ -618,6 +620,8 @@ func (c *conn) granted(b []byte) {
 func (c *conn) give(s *slot, b []byte) {
 	if s.private {
 		copy(b, s.buf)
+		c.srv.unspill(s.buf)
+		s.private = false
 	}
 	s.buf = b
 }
@@ -625,8 +629,7 @@ func (c *conn) give(s *slot, b []byte) {
 // has goes on with the current request, which has its buffer now.
 func (c *conn) has(s *slot) {
 	switch {
-	case s.private: // the payload was complete before
-		s.private = false
+	case s.whole:
 		c.cur = nil
 		c.submit(s)
 	case s.cmd == cmdWrite:
@@ -809,7 +812,10 @@ func (c *conn) freeBuf(s *slot) {
 	b, private := s.buf, s.private
 	s.buf, s.private, s.req.Buf = nil, false, nil
 	c.held -= s.size()
-	if !private && !c.orphan {
+	switch {
+	case private:
+		c.srv.unspill(b)
+	case !c.orphan:
 		c.dom.free(b)
 	}
 }
@@ -863,12 +869,15 @@ func (c *conn) tick(now int64) {
 	// A client that moves, but slowly, is in the others' way just like one that stands still.
 	if c.dom.waiters.head != nil {
 		c.evacuate(now)
-		c.publish()
+		if c.phase < phaseDead {
+			c.publish()
+		}
 	}
 }
 
 // evacuate moves the data of a client that stands still to memory of its own, so
-// that others get the queue's. The bytes still count against the connection.
+// that others get the queue's. The bytes still count against the connection, and against
+// Config.SpillMemory: when that is used up somebody has to go.
 func (c *conn) evacuate(now int64) {
 	if c.blocked && time.Duration(now-c.lagging) >= c.srv.cfg.evacuateAfter {
 		c.stalled = true
@@ -878,8 +887,10 @@ func (c *conn) evacuate(now int64) {
 			c.held -= s.size()
 			s.state, c.pause = slotBytes, pauseBytes
 		}
-		for i := range c.queued {
-			c.takeOut(c.out[(c.head+i)%len(c.out)])
+		for i := 0; i < c.queued; i++ {
+			if !c.takeOut(c.out[(c.head+i)%len(c.out)]) {
+				return
+			}
 		}
 	}
 	if s := c.cur; s != nil && s.state == slotPayload && time.Duration(now-c.payloadAt) >= c.srv.cfg.evacuateAfter {
@@ -887,9 +898,22 @@ func (c *conn) evacuate(now int64) {
 	}
 }
 
-func (c *conn) takeOut(s *slot) {
+// takeOut is false if there is no memory to put the data of s in, or c had to go for it.
+func (c *conn) takeOut(s *slot) bool {
 	if s.buf == nil || s.private {
-		return
+		return true
+	}
+	for !c.srv.spill(len(s.buf)) {
+		v := c.victim()
+		if v == nil {
+			return false
+		}
+		c.dom.stats.spillCuts.add(1)
+		v.blame = true
+		v.cut("client does not take its replies or send its requests, and the memory for what such clients leave is used up (spill memory)")
+		if v == c {
+			return false
+		}
 	}
 	own := make([]byte, len(s.buf))
 	if s.state == slotPayload {
@@ -901,6 +925,40 @@ func (c *conn) takeOut(s *slot) {
 	s.buf, s.private, s.req.Buf = own, true, nil
 	c.dom.stats.evacuations.add(1)
 	c.dom.free(b)
+	return true
+}
+
+// victim is who has to go when there is no more room for data of clients that stand still: of those
+// on this queue the one that has done so for the longest time, in the end c itself. The kernel
+// stays, its users have nobody else.
+func (c *conn) victim() *conn {
+	var worst *conn
+	since := int64(0)
+	for _, o := range c.dom.conns {
+		if o.kernel != nil || o.phase >= phaseDead {
+			continue
+		}
+		if at := o.spilling(); at != 0 && (worst == nil || at < since) {
+			worst, since = o, at
+		}
+	}
+	if worst == nil && c.kernel == nil {
+		worst = c
+	}
+	return worst
+}
+
+// spilling is since when the client has stood still, 0 if nothing of it is in spill memory.
+func (c *conn) spilling() int64 {
+	if s := c.cur; s != nil && s.private && s.buf != nil {
+		return c.payloadAt
+	}
+	for i := range c.queued {
+		if s := c.out[(c.head+i)%len(c.out)]; s.private && s.buf != nil {
+			return c.lagging
+		}
+	}
+	return 0
 }
 
 // ---- the end
@@ -922,7 +980,7 @@ func (c *conn) drain() {
 		switch {
 		case s.state == slotSkip:
 			left = int(c.skip)
-		case s.state == slotPayload, s.private:
+		case s.state == slotPayload, s.whole:
 			left -= c.got
 		}
 		c.dropBuf(s)

@@ -436,7 +436,7 @@ func TestPipelined10k(t *testing.T) {
 			return len(st) == 1 && st[0].Blocked
 		})
 		st := s.Connections()[0]
-		if st.Requests > defaultMaxInFlight || st.Bytes > defaultMaxConnBytes {
+		if st.Requests > defaultMaxInFlight || st.Bytes > DefaultMaxConnBytes {
 			t.Errorf("%+v", st)
 		}
 		for range n {

@@ -193,7 +193,9 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	}
 	closer(func() { a.entry.Close() })
 
-	a.nbd, err = nbd.NewServer(nbd.Config{Logger: log, Exports: []nbd.Export{{Description: a.dev.Info().Name, Device: a.dev}}})
+	cfg := s.nbdConfig()
+	cfg.Logger, cfg.Exports = log, []nbd.Export{{Description: a.dev.Info().Name, Device: a.dev}}
+	a.nbd, err = nbd.NewServer(cfg)
 	if err != nil {
 		return err
 	}

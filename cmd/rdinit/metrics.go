@@ -44,6 +44,8 @@ var (
 	mNBDBytes   = metrics.Counter("rdinit_nbd_operation_bytes_total", "Bytes of NBD requests that succeeded, by operation.", "op")
 	mNBDLatency = metrics.Gauge("rdinit_nbd_operation_duration_seconds", "Time from an NBD request to its reply, by operation.", "op")
 	mNBDWaits   = metrics.Counter("rdinit_nbd_buffer_waits_total", "NBD requests that had to wait for a buffer.")
+	mNBDSpill   = metrics.Gauge("rdinit_nbd_spill_bytes", "Data of clients that stand still, outside the queues' buffers (spill_memory).")
+	mNBDCuts    = metrics.Counter("rdinit_nbd_spill_cuts_total", "NBD connections ended because spill_memory was used up.")
 	mNBDStalls  = metrics.Counter("rdinit_nbd_stalls_total", "NBD connections ended because the client stood still.")
 	mFabric     = metrics.NewFabric("rdinit_")
 )
@@ -107,6 +109,8 @@ func (a *attachment) collect(s metrics.Sink) {
 		s.PutHistogram(mNBDLatency, o.Latency, op)
 	}
 	s.Put(mNBDWaits, float64(x.BufferWaits))
+	s.Put(mNBDSpill, float64(n.SpillBytes))
+	s.Put(mNBDCuts, float64(x.SpillCuts))
 	s.Put(mNBDStalls, float64(x.Stalls))
 	mFabric.Collect(s, a.nic.Stats())
 }

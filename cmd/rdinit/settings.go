@@ -55,6 +55,10 @@ type settings struct {
 	MaxTransfer  config.Size   `mapstructure:"max_transfer"`
 	Windows      bool          `mapstructure:"memory_windows"`
 
+	MaxClients   int         `mapstructure:"max_clients"`
+	ClientMemory config.Size `mapstructure:"client_memory"`
+	SpillMemory  config.Size `mapstructure:"spill_memory"`
+
 	KeepAlive         time.Duration `mapstructure:"keep_alive"`
 	ConnectTimeout    time.Duration `mapstructure:"connect_timeout"`
 	RequestTimeout    time.Duration `mapstructure:"request_timeout"`
@@ -76,6 +80,10 @@ func defaultSettings() *settings {
 		BufferMemory: initiator.DefaultBufferMemory,
 		MaxTransfer:  initiator.DefaultMaxTransfer,
 		Windows:      true,
+
+		MaxClients:   nbd.DefaultMaxConnections,
+		ClientMemory: nbd.DefaultMaxConnBytes,
+		SpillMemory:  nbd.DefaultSpillMemory,
 
 		KeepAlive:         initiator.DefaultKeepAlive,
 		ConnectTimeout:    initiator.DefaultConnectTimeout,
@@ -165,6 +173,9 @@ func (s *settings) Validate() error {
 	config.Between(c, "depth", s.Depth, initiator.MinDepth, initiator.MaxDepth, "")
 	config.Between(c, "buffer_memory", s.BufferMemory, initiator.MinBufferMemory, initiator.MaxBufferMemory, "")
 	config.Between(c, "max_transfer", s.MaxTransfer, 4096, protocol.MaxKeyedLength, "")
+	config.Between(c, "max_clients", s.MaxClients, 1, nbd.MaxMaxConnections, "")
+	config.Between(c, "client_memory", s.ClientMemory, nbd.MinMaxConnBytes, nbd.MaxMemory, "")
+	config.Between(c, "spill_memory", s.SpillMemory, 0, nbd.MaxMemory, "who stands still and is in others' way is ended")
 	config.Between(c, "keep_alive", s.KeepAlive, initiator.MinKeepAlive, time.Hour, "")
 	config.Between(c, "reconnect_delay", s.ReconnectDelay, time.Millisecond, time.Hour, "")
 	config.Between(c, "reconnect_max_delay", s.ReconnectMaxDelay, max(time.Millisecond, s.ReconnectDelay), time.Hour, "")
@@ -214,6 +225,15 @@ func (s *settings) initiatorConfig() initiator.Config {
 	}
 	if s.Polling == "never" {
 		c.MaxPoll = -1
+	}
+	return c
+}
+
+// nbdConfig is the NBD server's form, without what it serves.
+func (s *settings) nbdConfig() nbd.Config {
+	c := nbd.Config{MaxConnections: s.MaxClients, MaxConnBytes: int(s.ClientMemory), SpillMemory: int(s.SpillMemory)}
+	if c.SpillMemory == 0 {
+		c.SpillMemory = -1
 	}
 	return c
 }

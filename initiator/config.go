@@ -5,10 +5,12 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math/bits"
 	"net/netip"
 	"runtime"
 	"time"
 
+	"rdblk/internal/arena"
 	"rdblk/protocol"
 	"rdblk/rdma"
 )
@@ -158,6 +160,13 @@ func (c Config) withDefaults() Config {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c
+}
+
+// LockedMemory is how much memory, in bytes, an RDMA device pins for the session.
+func (c Config) LockedMemory() uint64 {
+	c = c.withDefaults()
+	lane := uint64(zeroSize + 2*arena.MinSize + c.Depth*(protocol.CommandSize+protocol.CompletionSize+protocol.DSMRangeSize))
+	return uint64(c.Queues)*(1<<bits.Len(uint(c.BufferMemory-1))+sideMemory+lane) + adminMemory + lane
 }
 
 func setDefault[T int | time.Duration](p *T, v T) {

@@ -89,6 +89,8 @@ type Session struct {
 	since      time.Time
 	cntlid     uint16
 	granted    int
+	via        via   // of the admin queue
+	viaIO      []via // of the I/O queues
 	depth      int
 	lastErr    error
 	lastErrAt  time.Time
@@ -97,6 +99,11 @@ type Session struct {
 	found      map[uint32]*foundNamespace
 	namespaces map[uint32]*namespace // those that a Device was made for
 }
+
+// via is what a connection runs on.
+type via struct{ provider, device string }
+
+func (l *lane) via() via { return via{l.info.Provider, l.info.Name} }
 
 // foundNamespace is what the last scan found.
 type foundNamespace struct {
@@ -242,6 +249,10 @@ func (s *Session) goLive(as *association) {
 	s.mu.Lock()
 	s.as, s.epoch = as, as.epoch
 	s.cntlid, s.granted, s.depth = as.ctrl.cntlid, len(as.lanes), as.depth
+	s.via, s.viaIO = as.ctrl.lane.via(), nil
+	for _, l := range as.lanes {
+		s.viaIO = append(s.viaIO, l.via())
+	}
 	s.permanent = false
 	if s.state != StateClosing {
 		s.state = StateLive
@@ -250,7 +261,7 @@ func (s *Session) goLive(as *association) {
 	s.mu.Unlock()
 	s.gaveUp.Store(false)
 	as.attachQueues()
-	s.log.Info("connected", "cntlid", as.ctrl.cntlid, "queues", len(as.lanes), "depth", as.depth, "windows", as.lanes[0].windows,
+	s.log.Info("connected", "provider", as.lanes[0].info.Provider, "device", as.lanes[0].info.Name, "cntlid", as.ctrl.cntlid, "queues", len(as.lanes), "depth", as.depth, "windows", as.lanes[0].windows,
 		"in_capsule", as.lanes[0].inCapsule, "max_transfer", s.maxTransfer())
 	s.events.post(Event{Kind: EventConnected})
 }

@@ -24,7 +24,10 @@ type Status struct {
 	HostID  protocol.UUID `json:"hostid"`
 	CNTLID  uint16        `json:"cntlid"`  // of the last association
 	Granted int           `json:"granted"` // I/O queues of the last association
-	Depth   int           `json:"depth"`   // of an I/O queue
+	// Provider and RDMADevice carry the last association (its admin queue).
+	Provider   string `json:"provider"`
+	RDMADevice string `json:"rdma_device"`
+	Depth      int    `json:"depth"` // of an I/O queue
 
 	Requests int `json:"requests"` // accepted and not answered
 	Sent     int `json:"sent"`     // of these: commands are with the target
@@ -50,6 +53,8 @@ func (st Status) Live() bool { return st.State == StateLive }
 // QueueStatus is the part of one I/O queue.
 type QueueStatus struct {
 	QID           int           `json:"qid"`
+	Provider      string        `json:"provider"` // of its last connection
+	RDMADevice    string        `json:"rdma_device"`
 	Requests      int           `json:"requests"`
 	Sent          int           `json:"sent"`
 	OldestRequest time.Duration `json:"oldest_request_ns"`
@@ -85,7 +90,7 @@ func (s *Session) Status() Status {
 	defer s.mu.Unlock()
 	st := Status{
 		State: s.state, Since: s.since, Addr: s.addr.String(), SubNQN: s.subnqn, HostNQN: s.cfg.HostNQN, HostID: s.cfg.HostID,
-		CNTLID: s.cntlid, Granted: s.granted, Depth: s.depth,
+		CNTLID: s.cntlid, Granted: s.granted, Provider: s.via.provider, RDMADevice: s.via.device, Depth: s.depth,
 		Reconnects: s.reconnects.Load(), FailedAttempts: s.attempts.Load(),
 		LastErrorAt: s.lastErrAt, Refused: s.permanent,
 	}
@@ -95,6 +100,10 @@ func (s *Session) Status() Status {
 	for _, q := range s.queues {
 		n, sent := int(q.count.Load()), int(q.sent.Load())
 		qs := QueueStatus{QID: q.i + 1, Requests: n, Sent: min(sent, n), BufferMemory: s.cfg.BufferMemory, BufferInUse: int(q.memUsed.Load())}
+		if n := len(s.viaIO); n > 0 {
+			v := s.viaIO[q.i%n]
+			qs.Provider, qs.RDMADevice = v.provider, v.device
+		}
 		if at := q.oldest.Load(); at != 0 {
 			qs.OldestRequest = max(time.Duration(now-at), 0)
 		}

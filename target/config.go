@@ -194,6 +194,15 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
+// LockedMemory is how much memory, in bytes, an RDMA device pins for the workers and for one host with
+// a queue on each; each further connection adds QueueDepth × (64 + InCapsule).
+func (c Config) LockedMemory() uint64 {
+	c = c.withDefaults()
+	arena := func(n int) uint64 { return 1 << bits.Len(uint(max(n, 1)-1)) }
+	queue := arena(c.QueueDepth * (protocol.CommandSize + c.InCapsule + 4*protocol.CompletionSize))
+	return uint64(c.Workers)*(arena(c.BufferMemory)+queue) + arena(max(adminMemory, 2*c.MaxIO)) + queue
+}
+
 // bootNumber is the same until the machine boots: 31 bits of the kernel's boot
 // identifier, or 0 if there is none to read.
 func bootNumber() uint64 {

@@ -35,11 +35,17 @@ func (c *controller) discoveryLog() []byte {
 	defer t.mu.Unlock()
 	var entries []byte
 	n := uint64(0)
+	type where struct {
+		nqn  string
+		addr netip.AddrPort
+	}
+	listed := map[where]bool{} // two providers may listen at one address
 	add := func(ln *listener, nqn string, kind protocol.SubsystemType, flags uint16) {
 		addr, ok := ln.advertise(c.admin)
-		if !ok {
+		if !ok || listed[where{nqn, addr}] {
 			return
 		}
+		listed[where{nqn, addr}] = true
 		e := protocol.DiscoveryLogEntry{
 			TRTYPE: protocol.TransportRDMA, ADRFAM: protocol.FamilyIPv4, SUBTYPE: kind,
 			TREQ:   protocol.TREQDisableSQFlow, // and nothing about secure channels: nvme-cli does not know the sum

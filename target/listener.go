@@ -27,6 +27,8 @@ type listener struct {
 	addr netip.AddrPort
 	port uint16 // PORTID in the discovery log
 	done chan struct{}
+
+	provider string // its name
 }
 
 // Listen accepts connections at addr, which may be a wildcard address and port 0,
@@ -44,7 +46,7 @@ func (t *Target) Listen(p rdma.Provider, addr netip.AddrPort) (netip.AddrPort, e
 	if err != nil {
 		return netip.AddrPort{}, err // names operation and address
 	}
-	ln := &listener{t: t, l: l, addr: l.Addr(), done: make(chan struct{})}
+	ln := &listener{t: t, l: l, addr: l.Addr(), done: make(chan struct{}), provider: p.Name()}
 	t.mu.Lock()
 	if t.closing {
 		t.mu.Unlock()

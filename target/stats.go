@@ -36,9 +36,17 @@ type Stats struct {
 	Controllers, DiscoveryControllers int // that exist
 	Queues                            int // connections that exist
 	Pending                           int // of those, without a Connect command
+	// Devices counts the connections by RDMA device.
+	Devices []DeviceStats
 
 	Namespaces []NamespaceStats
 	Workers    []WorkerStats // the admin worker last
+}
+
+// DeviceStats are those of an RDMA device that has connections.
+type DeviceStats struct {
+	Provider, Device string
+	Queues           int
 }
 
 // NamespaceStats are the counters of one namespace. They end with it.
@@ -104,7 +112,15 @@ func (t *Target) Stats() Stats {
 	t.mu.Lock()
 	s.Controllers, s.DiscoveryControllers = len(t.sub.controllers), len(t.discovery.controllers)
 	s.Queues, s.Pending = t.connections, t.halfOpen
+	devs := map[DeviceStats]int{}
+	for q := range t.queues {
+		devs[DeviceStats{Provider: q.dev.info.Provider, Device: q.dev.info.Name}]++
+	}
 	t.mu.Unlock()
+	for d, n := range devs {
+		d.Queues = n
+		s.Devices = append(s.Devices, d)
+	}
 	for _, ns := range *t.sub.ns.Load() {
 		if ns != nil {
 			s.Namespaces = append(s.Namespaces, ns.snapshot())

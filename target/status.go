@@ -21,11 +21,18 @@ type Status struct {
 	Hosts       []string           `json:"hosts"`
 	AnyHost     bool               `json:"any_host"`
 	Listeners   []string           `json:"listeners"`
+	Listening   []ListenerStatus   `json:"listening"`
 	Generation  uint64             `json:"discovery_generation"`
 	Namespaces  []NamespaceStatus  `json:"namespaces"`
 	Controllers []ControllerStatus `json:"controllers"`
 	Queues      []QueueStatus      `json:"queues"`
 	Workers     []WorkerStatus     `json:"workers"`
+}
+
+// ListenerStatus describes a listener: an address may have one for each provider.
+type ListenerStatus struct {
+	Address  string `json:"address"`
+	Provider string `json:"provider"`
 }
 
 // NamespaceStatus describes a namespace.
@@ -45,6 +52,8 @@ type ControllerStatus struct {
 	Host      string `json:"host"`
 	HostID    string `json:"hostid"`
 	Remote    string `json:"remote"`
+	Provider  string `json:"provider"` // of the admin queue's connection
+	Device    string `json:"device"`   // RDMA device
 	State     string `json:"state"`
 	Age       string `json:"age"`
 	CC        uint32 `json:"cc"`
@@ -62,6 +71,8 @@ type QueueStatus struct {
 	CNTLID    uint16         `json:"cntlid,omitempty"` // 0: none yet
 	Remote    string         `json:"remote"`
 	Local     string         `json:"local"`
+	Provider  string         `json:"provider"`
+	Device    string         `json:"device"` // RDMA device
 	State     string         `json:"state"`
 	Reason    string         `json:"reason,omitempty"` // of its end
 	Worker    string         `json:"worker"`
@@ -101,7 +112,7 @@ type WorkerStatus struct {
 // Status takes a dump. It asks every worker and waits at most a second for each.
 func (t *Target) Status() Status {
 	s := Status{NQN: t.sub.nqn, Uptime: age(t.uptime()), Generation: t.generation.Load(),
-		Listeners: []string{}, Namespaces: []NamespaceStatus{}, Controllers: []ControllerStatus{}, Queues: []QueueStatus{}}
+		Listeners: []string{}, Listening: []ListenerStatus{}, Namespaces: []NamespaceStatus{}, Controllers: []ControllerStatus{}, Queues: []QueueStatus{}}
 	s.Hosts, s.AnyHost = t.Hosts()
 	for _, ns := range *t.sub.ns.Load() {
 		if ns != nil {
@@ -116,7 +127,10 @@ func (t *Target) Status() Status {
 	t.mu.Lock()
 	s.Closing = t.closing
 	for _, ln := range t.listeners {
-		s.Listeners = append(s.Listeners, ln.addr.String())
+		if a := ln.addr.String(); !slices.Contains(s.Listeners, a) {
+			s.Listeners = append(s.Listeners, a)
+		}
+		s.Listening = append(s.Listening, ListenerStatus{Address: ln.addr.String(), Provider: ln.provider})
 	}
 	t.mu.Unlock()
 	for _, l := range append(slices.Clone(t.lanes), t.admin) {
@@ -153,6 +167,7 @@ func (c *controller) status() ControllerStatus {
 	defer c.mu.Unlock()
 	return ControllerStatus{
 		CNTLID: c.id, Discovery: c.sub.discovery, Host: c.hostNQN, HostID: c.path.hostID.String(), Remote: c.admin.remote.String(),
+		Provider: c.admin.dev.info.Provider, Device: c.admin.dev.info.Name,
 		State: c.state.String(), Age: age(time.Since(c.born)), CC: uint32(c.cc), CSTS: uint32(c.csts()),
 		KATO: c.kato.String(), Timer: c.timerFor.String(), IOQueues: len(c.queues), Events: len(c.events), Errors: c.errCount,
 	}
@@ -161,7 +176,8 @@ func (c *controller) status() ControllerStatus {
 // status is called on the queue's worker.
 func (q *queue) status() QueueStatus {
 	s := QueueStatus{
-		QID: q.qid, Remote: q.remote.String(), Local: q.local.String(), State: q.state.String(), Worker: q.lane.w.Name(),
+		QID: q.qid, Remote: q.remote.String(), Local: q.local.String(),
+		Provider: q.dev.info.Provider, Device: q.dev.info.Name, State: q.state.String(), Worker: q.lane.w.Name(),
 		Depth: q.depth, Age: age(time.Since(q.born)), Commands: q.commands.Load(), Executing: q.executing,
 		Unstarted: len(q.received), Reads: q.reads, ReadDepth: q.maxReads, SendQueue: int(q.head - q.tail), SendDepth: q.maxSend,
 		States: map[string]int{},

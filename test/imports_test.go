@@ -34,6 +34,7 @@ var mayImport = map[string][]string{
 	"rdblk/internal/config":    {"rdblk/internal/cli", "rdblk/internal/timeout", "rdblk/blockdev", "rdblk/internal/worker", "rdblk/internal/arena"},
 	"rdblk/internal/losses":    {"rdblk/blockdev", "rdblk/internal/..."},
 	"rdblk/internal/trace":     {"rdblk/protocol"},
+	"rdblk/internal/provider":  {"rdblk/rdma/...", "rdblk/rdma", "rdblk/internal/..."},
 	"rdblk/internal/metrics":   {"rdblk/rdma/...", "rdblk/rdma", "rdblk/internal/..."},
 	"rdblk/cmd/rdtarget":       {"rdblk/target", "rdblk/protocol", "rdblk/rdma", "rdblk/rdma/...", "rdblk/blockdev", "rdblk/internal/..."},
 	"rdblk/cmd/rdinit":         {"rdblk/initiator", "rdblk/nbd", "rdblk/protocol", "rdblk/rdma", "rdblk/rdma/...", "rdblk/blockdev", "rdblk/internal/..."},

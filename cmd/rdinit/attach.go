@@ -24,9 +24,9 @@ import (
 	"rdblk/internal/config"
 	"rdblk/internal/control"
 	"rdblk/internal/metrics"
+	"rdblk/internal/provider"
 	"rdblk/internal/version"
 	"rdblk/nbd"
-	"rdblk/rdma/iwarp"
 
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
@@ -101,7 +101,7 @@ type attachment struct {
 	s       *settings
 	started time.Time
 
-	nic     *iwarp.Provider
+	nic     *provider.Chooser
 	session *initiator.Session
 	nqn     string // of the subsystem
 	dev     *initiator.Device
@@ -230,8 +230,8 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	}
 	a.entry.Serve(a.controlHandler(), log)
 
-	info := a.dev.Info()
-	env.Printf("rdinit: attached %s namespace %d at %s (%s), %s, as %s: %s\n", a.nqn, a.dev.NSID(), a.session.Status().Addr, providerName,
+	info, st := a.dev.Info(), a.session.Status()
+	env.Printf("rdinit: attached %s namespace %d at %s (%s), %s, as %s: %s\n", a.nqn, a.dev.NSID(), st.Addr, provider.Via(st.Provider, st.RDMADevice),
 		config.FormatSize(info.Size), a.entry.Name, a.where())
 	if err := env.Notify("READY=1", "STATUS=attached "+a.nqn); err != nil {
 		log.Warn("service manager", "err", err)
@@ -545,7 +545,7 @@ func (a *attachment) report() report {
 	x := a.nbd.Stats().Exports[0]
 	p := report{
 		Name: a.entry.Name, PID: os.Getpid(), Version: version.String(), StartedAt: a.started,
-		State: st.State.String(), NQN: a.nqn, NSID: a.dev.NSID(), Address: st.Addr, Provider: providerName, HostNQN: st.HostNQN,
+		State: st.State.String(), NQN: a.nqn, NSID: a.dev.NSID(), Address: st.Addr, Provider: st.Provider, RDMADevice: st.RDMADevice, HostNQN: st.HostNQN,
 		Size: info.Size, BlockSize: info.BlockSize, ReadOnly: info.ReadOnly,
 		Device: a.devicePath(), Socket: a.socket, URI: a.uri(), Queues: len(st.Queues), Depth: st.Depth,
 		Clients: x.Connections, Requests: st.Requests, InFlight: st.Sent, Waiting: st.Waiting,

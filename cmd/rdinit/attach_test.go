@@ -72,7 +72,7 @@ func file(t *testing.T) blockdev.Device {
 }
 
 func TestHelpTexts(t *testing.T) {
-	for _, c := range []string{"", "discover", "attach", "detach", "list", "status", "bench", "version"} {
+	for _, c := range []string{"", "discover", "attach", "detach", "list", "status", "bench", "devices", "version"} {
 		code, out, errw := clitest.Do(t, newProgram, nil, strings.Fields("help "+c)...)
 		if code != 0 || errw != "" {
 			t.Errorf("help %s: exit %d, %q", c, code, errw)
@@ -117,7 +117,7 @@ func TestRefusals(t *testing.T) {
 		{"attach " + addr + " more --socket " + sock, nil, 2, []string{`unexpected argument "more"`}},
 		{"attach " + addr + " --device /dev/sda", nil, 2, []string{"device: ", "neither auto nor /dev/nbdN"}},
 		{"attach " + addr + " --device auto --socket " + sock, nil, 2, []string{"--device and --socket exclude each other"}},
-		{"attach " + addr + " --provider verbs --socket " + sock, nil, 2, []string{"provider: verbs"}},
+		{"attach " + addr + " --provider magic --socket " + sock, nil, 2, []string{"provider: "}},
 		{"attach " + addr + " --queues -1 --socket " + sock, nil, 2, []string{"queues: "}},
 		{"attach " + addr + " --depth 1 --socket " + sock, nil, 2, []string{"depth: "}},
 		{"attach " + addr + " --socket " + sock, []string{"RDINIT_DEPHT=3"}, 2, []string{"RDINIT_DEPHT: no such setting"}},
@@ -231,7 +231,7 @@ func TestAttachFromStartToEnd(t *testing.T) {
 		t.Errorf("status %+v", st)
 	}
 	_, out, _ := clitest.Do(t, newProgram, nil, "list", "--run-dir", run)
-	if !regexp.MustCompile(`(?m)^disk +live +64 MiB +1 +` + addr + ` +` + sock + ` +` + testNQN + `$`).MatchString(out) {
+	if !regexp.MustCompile(`(?m)^disk +live +64 MiB +1 +` + addr + ` +iwarp +` + sock + ` +` + testNQN + `$`).MatchString(out) {
 		t.Errorf("list\n%s", out)
 	}
 	_, byList, _ := clitest.Do(t, newProgram, nil, "list", "--run-dir", run, "-o", "json")

@@ -12,13 +12,11 @@ import (
 	"rdblk/initiator"
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
+	"rdblk/internal/provider"
 	"rdblk/rdma/iwarp"
 
 	"github.com/spf13/pflag"
 )
-
-// providerName is the only provider of this release.
-const providerName = "iwarp"
 
 func parseLocal(s string) (netip.Addr, error) {
 	a, err := netip.ParseAddr(s)
@@ -46,7 +44,7 @@ func briefSettings() *settings {
 
 // commonFlags are those of every command that connects; d has their defaults, keys names their settings.
 func commonFlags(fs *pflag.FlagSet, env *cli.Env, d *settings) (keys map[string]string, cfgFile *string) {
-	fs.String("provider", d.Provider, "RDMA `provider`: auto, iwarp (software NIC) or verbs (not in this release)")
+	fs.String("provider", d.Provider, "RDMA `provider`: verbs (RDMA devices), iwarp (software NIC), or auto (a device if one has the address)")
 	fs.String("host-nqn", "", "`NQN` of this machine for the target's list of hosts (default as printed by 'rdinit version')")
 	fs.Duration("connect-timeout", d.ConnectTimeout, "longest time for one attempt to connect")
 	cfgFile = fs.String("config", env.Getenv(envPrefix+"CONFIG"), "read settings from `FILE`")
@@ -70,16 +68,19 @@ func connectFlags(fs *pflag.FlagSet, keys map[string]string) {
 }
 
 // resolved makes the library's configuration of the settings.
-func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Config, *iwarp.Provider, error) {
+func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Config, *provider.Chooser, error) {
 	c := s.initiatorConfig()
-	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode(), Logger: log})
-	if err != nil {
-		return c, nil, err
+	if c.Queues == 0 {
+		c.Queues = runtime.NumCPU()
 	}
 	if s.Address == "" {
 		return c, nil, cli.Usagef("name the target: ADDR[:PORT]")
 	}
 	addr, err := cli.ResolveAddr(ctx, s.Address, cli.DefaultPort)
+	if err != nil {
+		return c, nil, err
+	}
+	nic, err := provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), Logger: log}, LockedMemory: c.LockedMemory(), Logger: log})
 	if err != nil {
 		return c, nil, err
 	}
@@ -89,9 +90,6 @@ func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Co
 	}
 	if c.HostNQN == "" {
 		c.HostNQN = thisHostNQN()
-	}
-	if c.Queues == 0 {
-		c.Queues = runtime.NumCPU()
 	}
 	return c, nic, nil
 }

@@ -32,6 +32,7 @@ func newProgram(env *cli.Env) *cli.Program {
 			newListCommand(env),
 			newStatusCommand(env),
 			newBenchCommand(env),
+			newDevicesCommand(env),
 			newVersionCommand(env),
 		},
 	}

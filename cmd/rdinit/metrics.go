@@ -11,7 +11,7 @@ import (
 
 var (
 	mStart      = metrics.Gauge("rdinit_start_time_seconds", "When the program started, in seconds since 1970.")
-	mInfo       = metrics.Gauge("rdinit_attachment_info", "What is attached; always 1.", "name", "nqn", "nsid", "address")
+	mInfo       = metrics.Gauge("rdinit_attachment_info", "What is attached; always 1.", "name", "nqn", "nsid", "address", "provider", "rdma_device")
 	mState      = metrics.Gauge("rdinit_session_state", "1 for the state that the session is in, 0 for the others.", "state")
 	mSize       = metrics.Gauge("rdinit_device_size_bytes", "Size of the device.")
 	mUnflushed  = metrics.Gauge("rdinit_device_unflushed", "1 if something was written that no flush has made durable yet.")
@@ -54,7 +54,7 @@ var (
 func (a *attachment) collect(s metrics.Sink) {
 	st, stats := a.session.Status(), a.session.Stats()
 	s.Put(mStart, float64(a.started.UnixMilli())/1e3)
-	s.Put(mInfo, 1, a.entry.Name, a.nqn, strconv.FormatUint(uint64(a.dev.NSID()), 10), st.Addr)
+	s.Put(mInfo, 1, a.entry.Name, a.nqn, strconv.FormatUint(uint64(a.dev.NSID()), 10), st.Addr, st.Provider, st.RDMADevice)
 	for state := initiator.StateLive; state <= initiator.StateClosed; state++ {
 		s.Put(mState, metrics.Bool(st.State == state), state.String())
 	}
@@ -112,5 +112,5 @@ func (a *attachment) collect(s metrics.Sink) {
 	s.Put(mNBDSpill, float64(n.SpillBytes))
 	s.Put(mNBDCuts, float64(x.SpillCuts))
 	s.Put(mNBDStalls, float64(x.Stalls))
-	mFabric.Collect(s, a.nic.Stats())
+	mFabric.Collect(s, a.nic.Software().Stats())
 }

@@ -24,11 +24,13 @@ type report struct {
 	// LastError is why the connection was lost or could not be made again; empty when live.
 	LastError string `json:"last_error,omitempty"`
 
-	NQN      string `json:"nqn"`
-	NSID     uint32 `json:"nsid"`
-	Address  string `json:"address"`
-	Provider string `json:"provider"`
-	HostNQN  string `json:"host_nqn"`
+	NQN     string `json:"nqn"`
+	NSID    uint32 `json:"nsid"`
+	Address string `json:"address"`
+	// Provider and RDMADevice carry the connection: iwarp is the software NIC, verbs a device.
+	Provider   string `json:"provider"`
+	RDMADevice string `json:"rdma_device"`
+	HostNQN    string `json:"host_nqn"`
 
 	Size      int64 `json:"size"`       // bytes
 	BlockSize int   `json:"block_size"` // bytes

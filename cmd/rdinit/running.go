@@ -14,6 +14,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
+	"rdblk/internal/provider"
 )
 
 // askTimeout bounds one question to a running program.
@@ -121,10 +122,10 @@ func newListCommand(env *cli.Env) *cli.Command {
 			}
 			if len(list) > 0 {
 				w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
-				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tATTACHED AS\tNQN")
+				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tVIA\tATTACHED AS\tNQN")
 				for _, r := range list {
 					p := r.report
-					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\n", p.Name, p.shortState(), config.FormatSize(p.Size), p.NSID, p.Address, p.Device+p.Socket, p.NQN)
+					fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\n", p.Name, p.shortState(), config.FormatSize(p.Size), p.NSID, p.Address, provider.Via(p.Provider, p.RDMADevice), p.Device+p.Socket, p.NQN)
 				}
 				w.Flush()
 			}
@@ -178,7 +179,7 @@ func (p *report) print(env *cli.Env) {
 	if p.LastError != "" {
 		row("last error", "%s", p.LastError)
 	}
-	row("target", "%s (%s)", p.Address, p.Provider)
+	row("target", "%s (%s)", p.Address, provider.Via(p.Provider, p.RDMADevice))
 	row("subsystem", "%s", p.NQN)
 	ro := ""
 	if p.ReadOnly {

@@ -12,6 +12,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
+	"rdblk/internal/provider"
 	"rdblk/nbd"
 	"rdblk/protocol"
 	"rdblk/rdma/iwarp"
@@ -70,7 +71,7 @@ type settings struct {
 
 func defaultSettings() *settings {
 	s := &settings{
-		Provider:      "auto",
+		Provider:      provider.Auto,
 		CRC:           "auto",
 		DetachTimeout: 10 * time.Second,
 
@@ -114,12 +115,8 @@ func (s *settings) Validate() error {
 			bad("local_address", "%v", err)
 		}
 	}
-	switch s.Provider {
-	case "auto", "iwarp":
-	case "verbs":
-		bad("provider", "verbs (RDMA hardware) is not in this release; use auto or iwarp, the software NIC")
-	default:
-		bad("provider", "%q is none of auto, iwarp, verbs", s.Provider)
+	if err := provider.CheckMode(s.Provider); err != nil {
+		bad("provider", "%v", err)
 	}
 	nqn := func(key, v, advice string) {
 		if v == "" {

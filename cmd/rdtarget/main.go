@@ -29,6 +29,7 @@ func newProgram(env *cli.Env) *cli.Program {
 			newServeCommand(env).WithOwnSignals(),
 			newCheckConfigCommand(env),
 			newStatusCommand(env),
+			newDevicesCommand(env),
 			newVersionCommand(env),
 		},
 	}

@@ -21,6 +21,7 @@ var (
 	mExecWait   = metrics.Gauge("rdtarget_storage_waiting", "Storage calls that wait for an executor.", "nsid")
 	mCtrls      = metrics.Gauge("rdtarget_controllers", "Associations of hosts, by kind.", "kind")
 	mConns      = metrics.Gauge("rdtarget_connections", "RDMA connections that exist.")
+	mDevices    = metrics.Gauge("rdtarget_device_connections", "RDMA connections that exist, by RDMA device.", "provider", "device")
 	mPending    = metrics.Gauge("rdtarget_connections_pending", "Connections that have not completed a Connect command.")
 	mConnsTotal = metrics.Counter("rdtarget_connections_total", "RDMA connection requests.")
 	mRejected   = metrics.Counter("rdtarget_connections_rejected_total", "RDMA connection requests refused, by reason.", "reason")
@@ -69,6 +70,9 @@ func (sv *server) collect(s metrics.Sink) {
 	s.Put(mCtrls, float64(st.DiscoveryControllers), "discovery")
 	s.Put(mConns, float64(st.Queues))
 	s.Put(mPending, float64(st.Pending))
+	for _, d := range st.Devices {
+		s.Put(mDevices, float64(d.Queues), d.Provider, d.Device)
+	}
 	s.Put(mConnsTotal, float64(st.Connections))
 	for reason, n := range st.Rejected { // the protocol's reject reasons
 		s.Put(mRejected, float64(n), reason)
@@ -98,5 +102,5 @@ func (sv *server) collect(s metrics.Sink) {
 		s.Put(mWSleeps, float64(w.Loop.Sleeps), w.Name)
 	}
 	s.Put(mInFlight, float64(inFlight))
-	mFabric.Collect(s, sv.provider.Stats())
+	mFabric.Collect(s, sv.provider.Software().Stats())
 }

@@ -21,6 +21,7 @@ import (
 	"rdblk/internal/control"
 	"rdblk/internal/losses"
 	"rdblk/internal/metrics"
+	"rdblk/internal/provider"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
 
@@ -49,7 +50,7 @@ func newServeCommand(env *cli.Env) *cli.Command {
 	d := defaultSettings()
 	fs := cli.NewFlagSet("serve")
 	fs.StringArray("listen", d.Listen, "`ADDR:PORT` to listen on; may be repeated")
-	fs.String("provider", d.Provider, "RDMA `provider`: auto, iwarp (software NIC) or verbs (not in this release)")
+	fs.String("provider", d.Provider, "RDMA `provider`: verbs (RDMA devices), iwarp (software NIC), or auto (the devices that have the addresses)")
 	fs.String("nqn", "", "`NQN` of the subsystem (default nqn.2026-11.io.rdblk:HOSTNAME:BASENAME)")
 	fs.StringArray("host", nil, "`NQN` of a host that may connect; may be repeated")
 	fs.Bool("allow-any-host", false, "let every host connect")
@@ -111,7 +112,7 @@ type server struct {
 	s     *settings
 	load  func(now *settings) (*settings, error) // reads the settings again
 	addrs []netip.AddrPort                       // as configured
-	bound []netip.AddrPort                       // as bound, port 0 filled in
+	bound []bound                                // as bound, port 0 filled in
 
 	namespaces map[uint32]*served // by NSID; the goroutine of serve and reload alone
 	removals   []*served          // taken out and not closed yet; the same
@@ -121,7 +122,7 @@ type server struct {
 
 	trace    io.WriteCloser // nil: none
 	target   *target.Target
-	provider *iwarp.Provider
+	provider *provider.Chooser
 	entry    *control.Entry
 	httpAddr atomic.Pointer[string]
 	started  time.Time
@@ -134,17 +135,18 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 	if err != nil {
 		return cli.Usage(err)
 	}
-	nic, err := iwarp.New(iwarp.Config{CRC: s.crcMode(), ReadDepth: s.ReadDepth, Logger: log})
-	if err != nil {
-		return err
-	}
-	sv := &server{env: env, log: log, s: s, load: load, provider: nic, started: time.Now(),
+	sv := &server{env: env, log: log, s: s, load: load, started: time.Now(),
 		namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
 	if sv.addrs, err = s.listenAddrs(ctx); err != nil {
 		return err
 	}
 	if s.Workers == 0 {
 		s.Workers = runtime.NumCPU()
+	}
+	sv.provider, err = provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), ReadDepth: s.ReadDepth, Logger: log},
+		LockedMemory: s.targetConfig().LockedMemory(), Logger: log})
+	if err != nil {
+		return err
 	}
 	defer needProcs(s.Workers + 2)()
 
@@ -199,7 +201,7 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 	if err := sv.listen(); err != nil {
 		return err
 	}
-	env.Printf("rdtarget: serving %s on %s (%s): %s\n", s.NQN, joinAddrs(sv.bound), providerName, sv.contents())
+	env.Printf("rdtarget: serving %s on %s: %s\n", s.NQN, joinBound(sv.bound), sv.contents())
 	if err := env.Notify("READY=1", "STATUS=serving "+s.NQN); err != nil {
 		log.Warn("service manager", "err", err)
 	}
@@ -263,21 +265,61 @@ func (sv *server) unsafeShutdowns() (n uint64) {
 	return n
 }
 
-// providerName is the only provider of this release.
-const providerName = "iwarp"
+// bound is an address that is listened on, with one or two providers.
+type bound struct {
+	addr netip.AddrPort
+	by   string // "iwarp", "verbs", "verbs+iwarp"
+}
 
 func (sv *server) listen() error {
 	for _, a := range sv.addrs {
-		b, err := sv.target.Listen(sv.provider, a)
+		list, err := sv.provider.Endpoints(a)
 		if err != nil {
-			if errors.Is(err, unix.EADDRINUSE) {
-				err = fmt.Errorf("%w (another rdtarget? see 'rdtarget status', or choose another port with --listen)", err)
-			}
 			return err
 		}
-		sv.bound = append(sv.bound, b)
+		port := a.Port()
+		for _, e := range list {
+			b, err := sv.target.Listen(e.Provider, netip.AddrPortFrom(e.Addr.Addr(), port))
+			switch {
+			case err != nil && e.Extra:
+				sv.log.Warn("not listening with this provider too", "addr", e.Addr, "provider", e.Provider.Name(), "err", err)
+				continue
+			case errors.Is(err, unix.EADDRINUSE):
+				return fmt.Errorf("%w (another rdtarget? see 'rdtarget status', or choose another port with --listen)", err)
+			case err != nil:
+				return err
+			}
+			port = b.Port()
+			sv.bound = addBound(sv.bound, bound{b, e.Provider.Name()})
+		}
 	}
 	return nil
+}
+
+// addBound adds b, or its provider to what is bound there already.
+func addBound(list []bound, b bound) []bound {
+	for i := range list {
+		if x := &list[i]; x.addr == b.addr {
+			if x.by != b.by { // the device first
+				x.by = provider.Verbs + "+" + provider.IWARP
+			}
+			return list
+		}
+	}
+	return append(list, b)
+}
+
+// providers are the names of the providers in use, "verbs+iwarp" if both are.
+func providers(list []bound) string {
+	by := ""
+	for _, b := range list {
+		if by == "" {
+			by = b.by
+		} else if by != b.by {
+			by = provider.Verbs + "+" + provider.IWARP
+		}
+	}
+	return by
 }
 
 // contents says in a few words what is served.
@@ -458,10 +500,19 @@ func (sv *server) flush(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-func joinAddrs(list []netip.AddrPort) string {
+// joinBound names the provider once if it is the same everywhere.
+func joinBound(list []bound) string {
+	same := true
+	for _, b := range list {
+		same = same && b.by == list[0].by
+	}
 	var s []string
-	for _, a := range list {
-		s = append(s, a.String())
+	for i, b := range list {
+		if a := b.addr.String(); same && i < len(list)-1 {
+			s = append(s, a)
+		} else {
+			s = append(s, fmt.Sprintf("%s (%s)", a, b.by))
+		}
 	}
 	return joinWords(s)
 }

@@ -25,7 +25,7 @@ import (
 )
 
 func TestHelpTexts(t *testing.T) {
-	for _, c := range []string{"", "serve", "check-config", "status", "version"} {
+	for _, c := range []string{"", "serve", "check-config", "status", "devices", "version"} {
 		code, out, errw := clitest.Do(t, newProgram, nil, strings.Fields("help "+c)...)
 		if code != 0 || errw != "" {
 			t.Errorf("help %s: exit %d, %q", c, code, errw)
@@ -78,7 +78,7 @@ func TestServeRefusals(t *testing.T) {
 		{"serve --listen 0.0.0.0:0 " + disk, nil, 2, []string{"0.0.0.0:0 can be reached from other machines", "--host NQN", "--allow-any-host"}},
 		{"serve --listen :0 " + disk, nil, 2, []string{"--allow-any-host"}},
 		{"serve --listen 1.2.3.4:x " + disk, nil, 2, []string{"listen: ", "is no address"}},
-		{"serve --provider verbs " + disk, nil, 2, []string{"provider: verbs (RDMA hardware) is not in this release"}},
+		{"serve --provider magic " + disk, nil, 2, []string{"provider: \"magic\""}},
 		{"serve --nqn disk " + disk, nil, 2, []string{"nqn: "}},
 		{"serve --http here " + disk, nil, 2, []string{"http: "}},
 		{"serve --config " + cfg + " " + disk, nil, 2, []string{"listne: no such setting", "log.level: "}},

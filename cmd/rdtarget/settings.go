@@ -14,6 +14,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
+	"rdblk/internal/provider"
 	"rdblk/protocol"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
@@ -109,7 +110,7 @@ func (n namespace) shareable() bool {
 func defaultSettings() *settings {
 	s := &settings{
 		Listen:          []string{fmt.Sprintf("127.0.0.1:%d", cli.DefaultPort)},
-		Provider:        "auto",
+		Provider:        provider.Auto,
 		CRC:             "auto",
 		ShutdownTimeout: 10 * time.Second,
 
@@ -149,12 +150,8 @@ func (s *settings) Validate() error {
 			bad("listen", "%v", err)
 		}
 	}
-	switch s.Provider {
-	case "auto", "iwarp":
-	case "verbs":
-		bad("provider", "verbs (RDMA hardware) is not in this release; use auto or iwarp, the software NIC")
-	default:
-		bad("provider", "%q is none of auto, iwarp, verbs", s.Provider)
+	if err := provider.CheckMode(s.Provider); err != nil {
+		bad("provider", "%v", err)
 	}
 	if s.NQN != "" {
 		if err := protocol.ValidateNQN(s.NQN); err != nil {

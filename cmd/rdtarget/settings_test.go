@@ -55,7 +55,7 @@ func TestDefaultsAreTheLibrarys(t *testing.T) {
 func TestValidateSaysEverything(t *testing.T) {
 	s := defaultSettings()
 	s.Listen = []string{"1.2.3.4:x"}
-	s.Provider = "verbs"
+	s.Provider = "magic"
 	s.NQN = "disk"
 	s.Serial = strings.Repeat("x", 21)
 	s.Hosts = []string{strings.Repeat("h", 224)}

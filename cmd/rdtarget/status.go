@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"text/tabwriter"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/control"
+	"rdblk/internal/provider"
 	"rdblk/internal/version"
 	"rdblk/target"
 )
@@ -31,7 +33,7 @@ type report struct {
 
 func (sv *server) status() report {
 	r := report{Name: sv.entry.Name, PID: os.Getpid(), Version: version.String(), StartedAt: sv.started, State: "serving",
-		Provider: providerName, Target: sv.target.Status()}
+		Provider: providers(sv.bound), Target: sv.target.Status()}
 	if r.Target.Hosts == nil {
 		r.Target.Hosts = []string{}
 	}
@@ -108,7 +110,13 @@ func (r *report) print(env *cli.Env) {
 	row := func(k, format string, a ...any) { fmt.Fprintf(w, "  %s\t%s\n", k, fmt.Sprintf(format, a...)) }
 	row("subsystem", "%s", t.NQN)
 	row("state", "%s", r.State)
-	row("listening", "%s (%s)", joinWords(t.Listeners), r.Provider)
+	var at []bound
+	for _, l := range t.Listening {
+		if a, err := netip.ParseAddrPort(l.Address); err == nil {
+			at = addBound(at, bound{a, l.Provider})
+		}
+	}
+	row("listening", "%s", joinBound(at))
 	switch {
 	case t.AnyHost:
 		row("hosts", "any")
@@ -127,7 +135,7 @@ func (r *report) print(env *cli.Env) {
 		if c.Discovery {
 			kind = "discovery"
 		}
-		row("connected", "%q from %s: %s, %s for %s", c.Host, c.Remote, c.State, kind, c.Age)
+		row("connected", "%q from %s (%s): %s, %s for %s", c.Host, c.Remote, provider.Via(c.Provider, c.Device), c.State, kind, c.Age)
 	}
 	row("process", "%d, %s, since %s", r.PID, r.Version, r.StartedAt.Format(time.DateTime))
 	w.Flush()

@@ -283,6 +283,36 @@ func testWindowRights(s *Suite) {
 	}
 }
 
+// A window opens a part of a region that is shut to the peer itself: the region needs the right to have windows, and
+// local write for a window that is written to.
+func testWindowOfShutRegion(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	mr, err := a.PD.Register(a.Mem, rdma.AccessLocalWrite|rdma.AccessMWBind)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { mr.Deregister() })
+	mw := newWindow(s, a)
+	ready := func(e *End) { e.PostRecv(t, 1, 1<<20-64, 64) }
+	p := s.Connect(a, b, PairConfig{}, ready, ready)
+	wr := bindWR(1, mw, p.A, 0, 4096, rdma.AccessRemoteWrite)
+	wr.SGL[0].LKey = mr.LKey()
+	p.A.Post(t, wr, rdma.SendWR{Op: rdma.OpSend})
+	p.WaitOK(p.A, 1)
+	p.WaitOK(p.B, 1)
+	fill(b.Mem[:4096], 3)
+	p.B.Post(t, rdma.SendWR{ID: 2, Op: rdma.OpWrite, Flags: rdma.FlagSignaled, SGL: []rdma.SGE{b.SGE(0, 4096)}, RemoteAddr: a.At(0), RKey: mw.RKey()},
+		rdma.SendWR{Op: rdma.OpSend})
+	p.WaitOK(p.B, 1)
+	p.WaitOK(p.A, 1)
+	if !bytes.Equal(a.Mem[:4096], b.Mem[:4096]) {
+		t.Error("data through the window wrong")
+	}
+}
+
 func testSendInvalidate(s *Suite) {
 	t := s.T
 	dev := deviceOf(s)

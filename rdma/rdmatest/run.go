@@ -94,6 +94,7 @@ var cases = []struct {
 	{"ZeroLengthSkipsKeys", testZeroLength},
 	{"Windows", testWindows},
 	{"WindowRights", testWindowRights},
+	{"WindowOfShutRegion", testWindowOfShutRegion},
 	{"SendInvalidate", testSendInvalidate},
 	{"SendInvalidateForeign", testSendInvalidateForeign},
 	{"WindowOfClosedQP", testWindowOfClosedQP},

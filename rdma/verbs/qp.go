@@ -406,7 +406,7 @@ func (q *qp) fillBind(wr *rdma.SendWR, w *C.struct_vb_send_wr, s *entry) error {
 	if wr.Access&rdma.AccessRemoteWrite != 0 {
 		need |= rdma.AccessLocalWrite
 	}
-	m := q.region(g, need|wr.Access)
+	m := q.region(g, need) // the remote rights are the window's, the region itself may be closed to the peer
 	if m == nil {
 		return invalid("bind to %d bytes at %#x, key %#x: not in a region of this domain with the rights", g.Len, g.Addr, g.LKey)
 	}

@@ -12,7 +12,7 @@ nvmet_subsys $k; nvmet_ns $k 1 $BLK; nvmet_port 1 $SIW 4420 $k
 truncate -s 256m /run/disk.img
 dd if=/dev/zero of=/run/disk.img bs=1M count=256 conv=notrunc status=none
 dd if=/dev/zero of=$BLK bs=1M count=256 oflag=direct status=none
-"$rdtarget" serve --listen $SIW:4421 --nqn $o --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
+"$rdtarget" serve --provider iwarp --listen $SIW:4421 --nqn $o --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
 wait_for 20 sh -c "ss -tln | grep -q $SIW:4421"
 nvme_connect $SIW $k -i 2; kdev=$NVME
 nvme_connect $SIW $o -i 2 -s 4421; odev=$NVME

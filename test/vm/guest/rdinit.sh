@@ -13,10 +13,10 @@ nvmet_port 1 $SIW 4420 $nqn
 [ -z "${CAPTURE_TO:-}" ] || capture_start lo "$VM_OUT/$CAPTURE_TO" tcp port 4420
 trap 'echo "--- rdinit said:"; cat "$VM_OUT/rdinit.txt"; dmesg | tail -20' EXIT
 : >"$VM_OUT/rdinit.txt"
-"$rdinit" discover $SIW:4420 | tee "$VM_OUT/discover.txt"
+"$rdinit" discover --provider iwarp $SIW:4420 | tee "$VM_OUT/discover.txt"
 grep -q "$nqn" "$VM_OUT/discover.txt"
 attach() { # OPTION...
-	"$rdinit" attach $SIW:4420 --socket $sock --queues 2 "$@" >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
+	"$rdinit" attach $SIW:4420 --provider iwarp --socket $sock --queues 2 "$@" >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
 	wait_for 30 test -S $sock
 }
 detach() { kill $client; wait $client; [ ! -e $sock ]; }

@@ -9,7 +9,7 @@ modprobe nvme-rdma
 nqn=nqn.2026-11.io.rdblk:vm
 truncate -s 512m /run/disk.img
 [ -z "${CAPTURE_TO:-}" ] || capture_start lo "$VM_OUT/$CAPTURE_TO" tcp port 4420
-"$rdtarget" serve --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 &
+"$rdtarget" serve --provider iwarp --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 &
 server=$!
 trap 'echo "--- rdtarget said:"; cat "$VM_OUT/rdtarget.txt"; dmesg | tail -30' EXIT
 wait_for 20 sh -c "ss -tln | grep -q $SIW:4420"

@@ -8,7 +8,7 @@ siw_up
 nqn=nqn.2026-11.io.rdblk:vm sock=/run/rdblk.sock
 truncate -s 256m /run/disk.img
 serve() {
-	"$rdtarget" serve --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >>"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
+	"$rdtarget" serve --provider iwarp --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >>"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
 	wait_for 30 sh -c "ss -tln | grep -q $SIW:4420"
 }
 trap 'tail -n 30 "$VM_OUT"/rdtarget.txt "$VM_OUT"/rdinit.txt; dmesg | tail -30' EXIT
@@ -31,7 +31,7 @@ note "kernel host on rdtarget: verify clean after 2 restarts"
 nvme_disconnect $nqn
 
 attach() {
-	"$rdinit" attach $SIW:4420 --socket $sock --queues 2 --nqn $nqn >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
+	"$rdinit" attach $SIW:4420 --provider iwarp --socket $sock --queues 2 --nqn $nqn >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
 	wait_for 30 test -S $sock
 }
 detach() { kill $client; wait $client; }

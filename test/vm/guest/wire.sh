@@ -9,7 +9,7 @@ siw_on eth0
 ours=nqn.2026-11.io.rdblk:ours kernel=nqn.2026-11.io.rdblk:kernel sock=/run/rdblk.sock
 if [ $VM_ROLE = 0 ]; then
 	truncate -s 256m /run/disk.img
-	"$rdtarget" serve --listen 10.99.0.1:4420 --nqn $ours --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
+	"$rdtarget" serve --provider iwarp --listen 10.99.0.1:4420 --nqn $ours --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
 	wait_for 30 sh -c "ss -tln | grep -q 10.99.0.1:4420"
 	null_up nb0 256
 	nvmet_subsys $kernel
@@ -31,7 +31,7 @@ else
 	wait $CAPTURE || true
 	note "kernel host on rdtarget: verify clean"
 	capture_start eth0 "$VM_OUT/start2.pcap" -c 400 tcp portrange 4420-4421
-	"$rdinit" attach 10.99.0.1:4421 --socket $sock --queues 2 --nqn $kernel >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
+	"$rdinit" attach 10.99.0.1:4421 --provider iwarp --socket $sock --queues 2 --nqn $kernel >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
 	wait_for 60 test -S $sock
 	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0
 	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 bsrange=512-1m size=24m

@@ -62,10 +62,10 @@ type Config struct {
 // A Chooser is the rdma.Provider that dials with whichever provider suits the address. It may be used by any
 // goroutine.
 type Chooser struct {
-	mode string
-	log  *slog.Logger
-	soft *iwarp.Provider
-	hard rdma.Provider // nil: cannot be used, for the reason hardErr
+	mode    string
+	log     *slog.Logger
+	soft    *iwarp.Provider
+	hard    rdma.Provider // nil: cannot be used, for the reason hardErr
 	hardErr error
 	m       machine
 	said    atomic.Bool // that a dial went to software though a device has the address

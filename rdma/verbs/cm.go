@@ -9,7 +9,6 @@ import "C"
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"sync"
@@ -73,6 +72,8 @@ type conn struct {
 	req           *rdma.ConnectRequest
 	param         rdma.ConnParam // what was asked for
 
+	on *opened // where dev is; lib.mu
+
 	steps chan cmEvent  // address and route resolution
 	up    chan struct{} // closed when established, after est is set
 	est   rdma.Established
@@ -91,6 +92,7 @@ type conn struct {
 	q       *qp
 	started bool // Connect, Accept or Reject was called
 	isUp    bool
+	settled bool // the connection manager has nothing under way for it, or never had
 	closed  bool
 	err     error
 }
@@ -107,6 +109,18 @@ func (l *library) addConn(c *conn) {
 	l.mu.Lock()
 	l.conns[c.token] = c
 	l.mu.Unlock()
+}
+
+// bind notes which device the connection is on, for the day when that is removed.
+func (c *conn) bind() error {
+	l := c.p.lib
+	l.mu.Lock()
+	c.on = c.dev.o
+	l.mu.Unlock()
+	if c.dev.o.removed.Load() {
+		return errRemoved
+	}
+	return nil
 }
 
 func (c *conn) Device() rdma.Device           { return c.dev }
@@ -153,20 +167,42 @@ func (c *conn) event(ev cmEvent) {
 	case evEstablished:
 		c.established(ev)
 	case evRejected:
+		c.settle()
 		if c.dev.iwarp() || ev.status == rejectedByConsumer {
 			c.end(&rdma.RejectError{PrivateData: ev.private})
 			return
 		}
 		c.end(fmt.Errorf("connection refused: nobody listens there, or the connection manager of the peer refused it (reason %d)", ev.status))
 	case evUnreachable:
+		c.settle()
 		c.end(fmt.Errorf("%w: no answer (status %d)", rdma.ErrTimeout, ev.status))
 	case evConnectError:
+		c.settle()
 		c.end(fmt.Errorf("%w: connection failed (status %d)", rdma.ErrProtocol, ev.status))
 	case evDeviceRemoval:
-		c.fail(errors.New("the RDMA device was removed"))
+		c.fail(errRemoved)
+		c.p.lib.mu.Lock()
+		o := c.on
+		c.p.lib.mu.Unlock()
+		if o != nil {
+			o.remove()
+		}
 	case evDisconnected:
 		c.disconnected()
 	}
+}
+
+// settle notes that the kernel has done with a connection request, and destructions will not wait for it.
+func (c *conn) settle() {
+	c.mu.Lock()
+	c.settled = true
+	c.mu.Unlock()
+}
+
+// slow tells whether the kernel may make whoever destroys the queue pair or the id wait. iWARP drivers do so while a
+// request is under way: 10 s with siw, or as long as it takes TCP to give up.
+func (c *conn) slow() bool {
+	return c.started && !c.settled && !c.isUp && c.dev != nil && c.dev.iwarp()
 }
 
 func (c *conn) established(ev cmEvent) {
@@ -322,11 +358,13 @@ func (c *conn) Connect(ctx context.Context, p rdma.ConnParam) (rdma.Established,
 		gone := c.ended.Load() || c.closed || id == nil
 		c.mu.Unlock()
 		if gone {
+			c.settle()
 			c.end(rdma.ErrDisconnected)
 			return
 		}
 		e := C.vb_cm_connect(id, data(p.PrivateData), C.int(len(p.PrivateData)), C.int(p.ResponderResources), C.int(p.InitiatorDepth), C.int(p.Retry), C.int(p.RNRRetry))
 		if e != 0 {
+			c.settle()
 			c.end(errnoError(syscall.Errno(e)))
 		}
 	}()
@@ -373,6 +411,7 @@ func (c *conn) Accept(ctx context.Context, p rdma.ConnParam) (rdma.Established, 
 		c.sendable.Store(true)
 		e = C.vb_cm_accept(c.id, data(p.PrivateData), C.int(len(p.PrivateData)), C.int(p.ResponderResources), C.int(p.InitiatorDepth), C.int(p.RNRRetry))
 		if e != 0 {
+			c.settled = true
 			c.endLocked(errnoError(syscall.Errno(e)))
 		}
 	}
@@ -394,7 +433,7 @@ func (c *conn) Reject(private []byte) error {
 	case len(private) > limit:
 		return c.wrap("reject", invalid("%d bytes of private data; the device takes %d", len(private), limit))
 	}
-	c.started = true
+	c.started, c.settled = true, true
 	if c.ended.Load() {
 		return nil // it has gone by itself
 	}
@@ -454,10 +493,13 @@ func (c *conn) destroyLocked() {
 	l.mu.Unlock()
 	id := c.id
 	c.id = nil
-	if c.active && c.started && !c.isUp && c.dev != nil && c.dev.iwarp() {
-		// The kernel waits here for the peer's answer to a request that was given up, 10 s with siw. Nobody
-		// else shall: the library itself makes a destruction wait for events that are not acknowledged.
-		go C.vb_cm_destroy(id)
+	if c.slow() {
+		// Nobody else shall wait: the library itself makes a destruction wait for events that are not acknowledged.
+		go func() {
+			c.call.Lock() // a Connect that is in the kernel with this id
+			defer c.call.Unlock()
+			C.vb_cm_destroy(id)
+		}()
 		return
 	}
 	l.cm.Lock()
@@ -476,6 +518,7 @@ type listener struct {
 
 	mu     sync.Mutex
 	closed bool
+	err    error // of Accept, once stop is closed
 }
 
 // Listen opens a listener. On a wildcard address it listens on all devices.
@@ -492,6 +535,7 @@ func (p *Provider) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.List
 	if cfg.MaxPending <= 0 {
 		cfg.MaxPending = 256
 	}
+	p.lib.sync()
 	l := &listener{p: p, token: p.lib.token(), queue: make(chan *conn, cfg.MaxPending), stop: make(chan struct{})}
 	if e := C.vb_cm_create(p.lib.channel, C.uint64_t(l.token), &l.id); e != 0 {
 		return fail(errnoError(syscall.Errno(e)))
@@ -527,8 +571,11 @@ func (l *listener) request(token uint64, id *C.struct_vb_cm_id, ev cmEvent) {
 		c.local, c.remote = addrOf(unsafe.Pointer(&id.src_addr[0])), addrOf(unsafe.Pointer(&id.dst_addr[0]))
 		c.req = &rdma.ConnectRequest{PrivateData: ev.private, ResponderResources: ev.depth, InitiatorDepth: ev.rr}
 		l.p.lib.addConn(c)
+		err = c.bind()
+	}
+	if err == nil {
 		l.mu.Lock()
-		if !l.closed {
+		if !l.closed && l.err == nil {
 			select {
 			case l.queue <- c:
 				l.mu.Unlock()
@@ -546,15 +593,32 @@ func (l *listener) request(token uint64, id *C.struct_vb_cm_id, ev cmEvent) {
 func (l *listener) Accept() (rdma.Conn, error) {
 	select {
 	case <-l.stop:
-		return nil, rdma.ErrClosed
+		return nil, l.reason()
 	default:
 	}
 	select {
 	case c := <-l.queue:
 		return c, nil
 	case <-l.stop:
-		return nil, rdma.ErrClosed
+		return nil, l.reason()
 	}
+}
+
+func (l *listener) reason() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.err
+}
+
+// fail ends Accept because something broke. On a wildcard address nothing breaks: there may be other devices.
+func (l *listener) fail(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return
+	}
+	l.err = &rdma.OpError{Op: "accept", Provider: providerName, Addr: l.addr, Err: err}
+	close(l.stop)
 }
 
 func (l *listener) Addr() netip.AddrPort { return l.addr }
@@ -566,7 +630,10 @@ func (l *listener) Close() error {
 		return nil
 	}
 	l.closed = true
-	close(l.stop)
+	if l.err == nil {
+		close(l.stop)
+	}
+	l.err = rdma.ErrClosed
 	l.mu.Unlock()
 	lib := l.p.lib
 	lib.mu.Lock()

@@ -46,6 +46,8 @@ type cq struct {
 	fd    int
 	depth int
 
+	lingering
+
 	entries atomic.Pointer[[]cqEntry] // copied on write: queue pairs come from other goroutines
 	release atomic.Int64              // entries that closed queue pairs may still occupy
 	closed  atomic.Bool
@@ -66,18 +68,22 @@ func (d *device) CreateCQ(depth int) (rdma.CQ, error) {
 	if depth < 1 || depth > d.info.MaxCQE {
 		return nil, &rdma.OpError{Op: "create completion queue", Provider: providerName, Err: fmt.Errorf("%w: depth %d is not in 1 to %d", rdma.ErrInvalid, depth, d.info.MaxCQE)}
 	}
-	if d.closed.Load() {
-		return nil, rdma.ErrClosed
+	if err := d.hold(); err != nil {
+		return nil, err
 	}
 	c := &cq{dev: d}
 	if e := C.vb_create_cq(d.ctx, C.int(depth), C.int(d.vector.Add(1)-1), &c.q); e != 0 {
+		d.drop()
 		return nil, &rdma.OpError{Op: fmt.Sprintf("create completion queue of %d entries", depth), Provider: providerName, Err: errnoError(syscall.Errno(e))}
 	}
 	c.depth = int(c.q.cqe)
 	c.fd = int(c.q.channel.fd)
 	c.wcs = unsafe.Slice((*C.struct_vb_wc)(C.calloc(batch, C.sizeof_struct_vb_wc)), batch)
 	c.entries.Store(&[]cqEntry{})
-	d.objects.Add(1)
+	l := d.p.lib
+	l.mu.Lock()
+	l.cqs[uintptr(unsafe.Pointer(c.q))] = c
+	l.mu.Unlock()
 	return c, nil
 }
 
@@ -240,6 +246,9 @@ func (c *cq) Poll(wc []rdma.WC) (n int, busy bool, err error) {
 			break
 		}
 	}
+	if c.dev.o.removed.Load() {
+		c.flushRemoved()
+	}
 	if len(c.soft) > 0 && n < len(wc) {
 		n += c.emit(wc[n:])
 	}
@@ -289,6 +298,9 @@ func (c *cq) Arm() (again bool, err error) {
 	if c.closed.Load() {
 		return false, rdma.ErrClosed
 	}
+	if c.dev.o.removed.Load() {
+		c.flushRemoved()
+	}
 	if c.next < len(c.stash) || c.ready() {
 		return true, nil
 	}
@@ -304,6 +316,38 @@ func (c *cq) Arm() (again bool, err error) {
 	c.armed = true
 	c.keep(k)
 	return c.next < len(c.stash) || k == batch || c.ready(), nil
+}
+
+// overrun ends the connections on a completion queue that the device has given up.
+func (c *cq) overrun() {
+	for _, e := range *c.entries.Load() {
+		if e.q != nil {
+			go e.q.c.fail(fmt.Errorf("%w: the completion queue failed", rdma.ErrProtocol))
+		}
+	}
+}
+
+// flushRemoved completes by itself what a device that was removed will not.
+func (c *cq) flushRemoved() {
+	for _, e := range *c.entries.Load() {
+		if e.q == nil {
+			continue
+		}
+		for _, r := range []*ring{&e.q.sq, &e.q.rq} {
+			if r.cq != c {
+				continue
+			}
+			e.q.bad = true
+			for i, k := r.tail, 0; k < r.count; k++ {
+				if !r.slots[i].soft {
+					r.soften(i, rdma.StatusFlush)
+				}
+				if i++; i == len(r.slots) {
+					i = 0
+				}
+			}
+		}
+	}
 }
 
 // keep puts polled completions aside.
@@ -357,12 +401,19 @@ func (c *cq) Close() error {
 			return &rdma.OpError{Op: "close completion queue", Provider: providerName, Err: fmt.Errorf("%w: queue pairs are attached", rdma.ErrInvalid)}
 		}
 	}
+	if err := c.settle(); err != nil {
+		return &rdma.OpError{Op: "close completion queue", Provider: providerName, Err: err}
+	}
+	l := c.dev.p.lib
+	l.mu.Lock()
+	delete(l.cqs, uintptr(unsafe.Pointer(c.q)))
+	l.mu.Unlock()
 	if e := C.vb_destroy_cq(c.q, 0); e != 0 {
 		return opError("close completion queue", e)
 	}
 	c.closed.Store(true)
 	C.free(unsafe.Pointer(&c.wcs[0]))
 	c.wcs = nil
-	c.dev.objects.Add(-1)
+	c.dev.drop()
 	return nil
 }

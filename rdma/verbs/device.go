@@ -36,7 +36,7 @@ type Provider struct {
 	cfg Config
 
 	mu   sync.Mutex
-	devs map[*C.struct_vb_context]*device
+	devs map[*opened]*device
 }
 
 var _ rdma.Provider = (*Provider)(nil)
@@ -52,8 +52,10 @@ func New(cfg Config) (*Provider, error) {
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
+	} else {
+		l.addLogger(cfg.Logger)
 	}
-	return &Provider{lib: l, cfg: cfg, devs: map[*C.struct_vb_context]*device{}}, nil
+	return &Provider{lib: l, cfg: cfg, devs: map[*opened]*device{}}, nil
 }
 
 // Name returns "verbs".
@@ -75,12 +77,12 @@ func (p *Provider) Devices() ([]rdma.DeviceInfo, error) {
 		case e != 0:
 			return list, &rdma.OpError{Op: "open device " + dev, Provider: providerName, Err: errnoError(e)}
 		}
-		info, err := p.lib.info(ctx, dev)
+		k, err := p.lib.info(ctx, dev)
 		C.vb_device_close(ctx)
 		if err != nil {
 			return list, err
 		}
-		list = append(list, info)
+		list = append(list, k.info)
 	}
 }
 
@@ -88,6 +90,7 @@ func (p *Provider) Devices() ([]rdma.DeviceInfo, error) {
 // invalidate", which is another one than the library's.
 const (
 	rxeVendor      = 0xFFFFFF
+	siwVendor      = 0x626D74
 	flagWithInv    = 1 << 3
 	flagWithInvRxe = 1 << 2
 )
@@ -96,16 +99,16 @@ const (
 const maxDepth = 254
 
 // info queries a device; limits once, addresses every time.
-func (l *library) info(ctx *C.struct_vb_context, name string) (rdma.DeviceInfo, error) {
+func (l *library) info(ctx *C.struct_vb_context, name string) (known, error) {
 	l.mu.Lock()
-	info, ok := l.infos[name]
+	k, ok := l.known[name]
 	l.mu.Unlock()
 	if !ok {
 		var a C.struct_vb_device_attr
 		if e := C.vb_query(ctx, &a); e != 0 {
-			return info, opError("query device "+name, e)
+			return k, opError("query device "+name, e)
 		}
-		info = rdma.DeviceInfo{Name: name, Provider: providerName, Transport: rdma.TransportIB,
+		info := rdma.DeviceInfo{Name: name, Provider: providerName, Transport: rdma.TransportIB,
 			MaxQPWR: int(a.max_qp_wr), MaxSGE: int(a.max_sge), MaxReadSGE: 1, MaxInline: int(C.vb_probe_inline(ctx)), MaxCQE: int(a.max_cqe),
 			MaxReadDepth: min(int(a.max_qp_rd_atom), int(a.max_qp_init_rd_atom), maxDepth),
 			MaxMRBytes:   int64(min(uint64(a.max_mr_size), 1<<62)), MaxPrivate: 56,
@@ -116,13 +119,13 @@ func (l *library) info(ctx *C.struct_vb_context, name string) (rdma.DeviceInfo, 
 			info.MaxReadDepth = min(info.MaxReadDepth, 128)
 		}
 		info.MaxQPWR = min(info.MaxQPWR, maxRing)
+		k = known{info: info, vendor: uint32(a.vendor_id)}
 		l.mu.Lock()
-		l.infos[name] = info
-		l.rxe[name] = a.vendor_id == rxeVendor
+		l.known[name] = k
 		l.mu.Unlock()
 	}
-	info.Addrs = addresses(name)
-	return info, nil
+	k.info.Addrs = addresses(name)
+	return k, nil
 }
 
 // addresses finds the IP addresses of a device's network interfaces.
@@ -169,10 +172,12 @@ func addresses(name string) (list []netip.Addr) {
 // device is an open device: a context, which belongs to librdmacm and stays open.
 type device struct {
 	p    *Provider
+	o    *opened
 	ctx  *C.struct_vb_context
 	info rdma.DeviceInfo
 	inv  C.uint32_t // completion flag "with invalidate"
 	rxe  bool
+	siw  bool
 
 	vector  atomic.Uint32
 	objects atomic.Int64 // PDs and CQs
@@ -181,27 +186,50 @@ type device struct {
 
 // device returns the provider's device of an id's context.
 func (p *Provider) device(ctx *C.struct_vb_context) (*device, error) {
+	o, err := p.lib.open(ctx)
+	if err != nil {
+		return nil, &rdma.OpError{Op: "open device", Provider: providerName, Err: err}
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if d := p.devs[ctx]; d != nil {
+	if d := p.devs[o]; d != nil {
 		return d, nil
 	}
-	name := C.GoString(&ctx.device.name[0])
-	if err := p.lib.watchDevice(ctx, name); err != nil {
-		return nil, &rdma.OpError{Op: "watch device " + name, Provider: providerName, Err: err}
-	}
-	info, err := p.lib.info(ctx, name)
+	k, err := p.lib.info(ctx, o.name)
 	if err != nil {
 		return nil, err
 	}
-	d := &device{p: p, ctx: ctx, info: info, inv: flagWithInv}
-	p.lib.mu.Lock()
-	if p.lib.rxe[name] {
-		d.rxe, d.inv = true, d.inv|flagWithInvRxe
+	d := &device{p: p, o: o, ctx: ctx, info: k.info, inv: flagWithInv, rxe: k.vendor == rxeVendor, siw: k.vendor == siwVendor}
+	if d.rxe {
+		d.inv |= flagWithInvRxe
 	}
-	p.lib.mu.Unlock()
-	p.devs[ctx] = d
+	if d.siw {
+		o.guard.Do(func() { C.vb_guard(ctx) })
+	}
+	for old := range p.devs {
+		if old.removed.Load() {
+			delete(p.devs, old)
+		}
+	}
+	p.devs[o] = d
 	return d, nil
+}
+
+// hold counts an object that is going to be made on the device.
+func (d *device) hold() error {
+	if d.closed.Load() {
+		return rdma.ErrClosed
+	}
+	if err := d.o.hold(); err != nil {
+		return &rdma.OpError{Op: "use device " + d.info.Name, Provider: providerName, Err: err}
+	}
+	d.objects.Add(1)
+	return nil
+}
+
+func (d *device) drop() {
+	d.objects.Add(-1)
+	d.o.drop()
 }
 
 func (d *device) iwarp() bool { return d.info.Transport == rdma.TransportIWARP }
@@ -217,22 +245,22 @@ func (d *device) Close() error {
 	}
 	d.p.mu.Lock()
 	defer d.p.mu.Unlock()
-	if d.p.devs[d.ctx] == d {
-		delete(d.p.devs, d.ctx)
+	if d.p.devs[d.o] == d {
+		delete(d.p.devs, d.o)
 	}
 	return nil
 }
 
 func (d *device) AllocPD() (rdma.PD, error) {
-	if d.closed.Load() {
-		return nil, rdma.ErrClosed
+	if err := d.hold(); err != nil {
+		return nil, err
 	}
 	p := &pd{dev: d}
 	if e := C.vb_alloc_pd(d.ctx, &p.p); e != 0 {
+		d.drop()
 		return nil, opError("allocate protection domain", e)
 	}
 	p.mrs.Store(&map[uint32]*mr{})
-	d.objects.Add(1)
 	return p, nil
 }
 
@@ -242,9 +270,58 @@ type pd struct {
 	p   unsafe.Pointer
 	mrs atomic.Pointer[map[uint32]*mr] // by lkey; copied on write
 
+	lingering
+
 	mu     sync.Mutex
 	users  int // MRs, MWs, QPs
 	closed bool
+}
+
+// lingering is what an object keeps of closed queue pairs that the kernel has still to destroy.
+type lingering struct {
+	lmu  sync.Mutex
+	list []<-chan struct{}
+}
+
+// lingerLimit bounds the wait for the destruction of a queue pair whose connection request has not been answered. siw
+// lets go of it 10 s after the request; a TCP connection that it is still trying to open may take longer.
+const lingerLimit = 15 * time.Second
+
+func (l *lingering) linger(done <-chan struct{}) {
+	l.lmu.Lock()
+	defer l.lmu.Unlock()
+	l.list = append(slices.DeleteFunc(l.list, func(c <-chan struct{}) bool {
+		select {
+		case <-c:
+			return true
+		default:
+			return false
+		}
+	}), done)
+}
+
+// settle waits until they are gone.
+func (l *lingering) settle() error {
+	l.lmu.Lock()
+	list := l.list
+	l.list = nil
+	l.lmu.Unlock()
+	if len(list) == 0 {
+		return nil
+	}
+	t := time.NewTimer(lingerLimit)
+	defer t.Stop()
+	for i, c := range list {
+		select {
+		case <-c:
+		case <-t.C:
+			l.lmu.Lock()
+			l.list = append(l.list, list[i:]...)
+			l.lmu.Unlock()
+			return fmt.Errorf("%w: the kernel still has a queue pair of a connection request that nobody has answered", rdma.ErrTimeout)
+		}
+	}
+	return nil
 }
 
 func (p *pd) use(n int) error {
@@ -266,11 +343,14 @@ func (p *pd) Close() error {
 	if p.users > 0 {
 		return &rdma.OpError{Op: "close protection domain", Provider: providerName, Err: fmt.Errorf("%w: %d objects are in use", rdma.ErrInvalid, p.users)}
 	}
+	if err := p.settle(); err != nil {
+		return &rdma.OpError{Op: "close protection domain", Provider: providerName, Err: err}
+	}
 	if e := C.vb_dealloc_pd(p.p); e != 0 {
 		return opError("close protection domain", e)
 	}
 	p.closed = true
-	p.dev.objects.Add(-1)
+	p.dev.drop()
 	return nil
 }
 
@@ -324,7 +404,7 @@ func (p *pd) Register(mem []byte, access rdma.Access) (rdma.MR, error) {
 	m := &mr{pd: p, access: access, addr: uint64(uintptr(unsafe.Pointer(&mem[0]))), n: uint64(len(mem))}
 	if e := C.vb_reg_mr(p.p, C.uintptr_t(m.addr), C.size_t(len(mem)), C.int(accessBits(hw)), &m.m); e != 0 {
 		p.use(-1)
-		return nil, &rdma.OpError{Op: fmt.Sprintf("register %d KiB of memory", (len(mem)+1023)/1024), Provider: providerName, Err: errnoError(syscall.Errno(e))}
+		return nil, &rdma.OpError{Op: fmt.Sprintf("register %d KiB of memory", (len(mem)+1023)/1024), Provider: providerName, Err: memoryError(syscall.Errno(e), len(mem))}
 	}
 	m.lkey, m.rkey = uint32(m.m.lkey), uint32(m.m.rkey)
 	p.mu.Lock()
@@ -446,6 +526,7 @@ func (p *Provider) Dial(ctx context.Context, local netip.Addr, remote netip.Addr
 	if !remote.IsValid() || remote.Port() == 0 {
 		return fail(fmt.Errorf("%w: no address or no port", rdma.ErrInvalid))
 	}
+	p.lib.sync()
 	c := p.newConn(p.lib.token())
 	c.active, c.remote = true, remote
 	if e := C.vb_cm_create(p.lib.channel, C.uint64_t(c.token), &c.id); e != 0 {
@@ -476,6 +557,9 @@ func (p *Provider) Dial(ctx context.Context, local netip.Addr, remote netip.Addr
 	}
 	if err == nil {
 		c.dev, err = p.device(c.id.verbs)
+	}
+	if err == nil {
+		err = c.bind()
 	}
 	if err != nil {
 		c.Close()

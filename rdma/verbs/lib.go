@@ -18,10 +18,15 @@ package verbs
 import "C"
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -42,19 +47,41 @@ type library struct {
 	nextToken uint64
 	conns     map[uint64]*conn
 	listeners map[uint64]*listener
-	qps       map[uintptr]*qp                 // by ibv_qp, for asynchronous events
-	watched   map[*C.struct_vb_context]string // contexts with a reader of asynchronous events
-	infos     map[string]rdma.DeviceInfo      // by device name, without addresses
-	rxe       map[string]bool                 // device is soft-RoCE
-	log       *slog.Logger
+	qps       map[uintptr]*qp // by ibv_qp, for asynchronous events
+	cqs       map[uintptr]*cq // by ibv_cq
+	opened    map[*C.struct_vb_context]*opened
+	known     map[string]known // by device name
+	loggers   []*slog.Logger
+	stale     bool // a device was let go and librdmacm does not know yet
 }
+
+// known is what was found out about a device once.
+type known struct {
+	info   rdma.DeviceInfo // without addresses
+	vendor uint32
+}
+
+// opened is a context of librdmacm with a reader of its asynchronous events.
+type opened struct {
+	l       *library
+	ctx     *C.struct_vb_context
+	name    string
+	events  *os.File
+	guard   sync.Once
+	objects atomic.Int64 // PDs and CQs
+	removed atomic.Bool
+	let     bool // its descriptors are closed; l.mu
+}
+
+// errRemoved is the end of everything on a device that was removed.
+var errRemoved = errors.New("the RDMA device was removed")
 
 var load = sync.OnceValues(func() (*library, error) {
 	if s := C.vb_load(); s != nil {
 		return nil, fmt.Errorf("%w: %s; %s", rdma.ErrNotSupported, C.GoString(s), installHint)
 	}
-	l := &library{conns: map[uint64]*conn{}, listeners: map[uint64]*listener{}, qps: map[uintptr]*qp{},
-		watched: map[*C.struct_vb_context]string{}, infos: map[string]rdma.DeviceInfo{}, rxe: map[string]bool{}, log: slog.New(slog.DiscardHandler)}
+	l := &library{conns: map[uint64]*conn{}, listeners: map[uint64]*listener{}, qps: map[uintptr]*qp{}, cqs: map[uintptr]*cq{},
+		opened: map[*C.struct_vb_context]*opened{}, known: map[string]known{}}
 	if e := C.vb_cm_channel(&l.channel); e != 0 {
 		err := syscall.Errno(e)
 		if err == unix.ENOENT || err == unix.ENODEV || err == unix.ENXIO {
@@ -62,36 +89,54 @@ var load = sync.OnceValues(func() (*library, error) {
 		}
 		return nil, fmt.Errorf("open the RDMA connection manager, /dev/infiniband/rdma_cm: %w", err)
 	}
-	if err := l.watch(int(l.channel.fd), "rdma_cm", l.cmEvents); err != nil {
+	if _, err := l.watch(int(l.channel.fd), "rdma_cm", l.cmEvents); err != nil {
 		return nil, fmt.Errorf("watch /dev/infiniband/rdma_cm: %w", err)
 	}
 	return l, nil
 })
 
-// watch calls f on a goroutine whenever the non-blocking descriptor is readable, for the life of the
-// process: libraries keep the descriptor open that long. The runtime gets a duplicate of its own.
-func (l *library) watch(fd int, name string, f func()) error {
+// log passes a message to the loggers of all providers.
+func (l *library) log(level slog.Level, msg string, args ...any) {
+	l.mu.Lock()
+	loggers := l.loggers
+	l.mu.Unlock()
+	for _, g := range loggers {
+		g.Log(context.Background(), level, msg, args...)
+	}
+}
+
+func (l *library) addLogger(g *slog.Logger) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !slices.Contains(l.loggers, g) {
+		l.loggers = append(slices.Clip(l.loggers), g)
+	}
+}
+
+// watch calls f on a goroutine whenever the non-blocking descriptor is readable, until the file is closed that it
+// returns: a duplicate of the descriptor, which is the runtime's own.
+func (l *library) watch(fd int, name string, f func()) (*os.File, error) {
 	d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := unix.SetNonblock(d, true); err != nil {
 		unix.Close(d)
-		return err
+		return nil, err
 	}
 	file := os.NewFile(uintptr(d), name)
 	rc, err := file.SyscallConn()
 	if err != nil {
 		file.Close()
-		return err
+		return nil, err
 	}
 	go func() {
 		defer file.Close()
-		if err := rc.Read(func(uintptr) bool { f(); return false }); err != nil {
-			l.log.Error("RDMA event channel is lost", "channel", name, "err", err)
+		if err := rc.Read(func(uintptr) bool { f(); return false }); err != nil && !errors.Is(err, os.ErrClosed) {
+			l.log(slog.LevelError, "RDMA event channel is lost", "channel", name, "err", err)
 		}
 	}()
-	return nil
+	return file, nil
 }
 
 // token returns a number that an id carries as its context.
@@ -119,6 +164,7 @@ func (l *library) cmEvents() {
 		l.mu.Lock()
 		c := l.conns[uint64(ev.token)]
 		ln := l.listeners[uint64(ev.listen_token)]
+		own := l.listeners[uint64(ev.token)]
 		l.mu.Unlock()
 		m := cmEvent{kind: int(ev.event), status: int(ev.status), rr: int(ev.responder_resources), depth: int(ev.initiator_depth),
 			private: C.GoBytes(unsafe.Pointer(&ev.private_data[0]), C.int(ev.private_len))}
@@ -133,54 +179,169 @@ func (l *library) cmEvents() {
 			ln.request(token, id, m)
 			continue
 		}
-		if c != nil {
+		switch {
+		case c != nil:
 			c.event(m)
+		case own != nil && m.kind == evDeviceRemoval:
+			own.fail(errRemoved)
 		}
 	}
 }
 
 // Asynchronous events, enum ibv_event_type.
 const (
+	asyncCQ          = 0
 	asyncQPFatal     = 1
 	asyncQPRequest   = 2
 	asyncQPAccess    = 3
+	asyncCommEst     = 4
 	asyncDeviceFatal = 8
+	asyncPortActive  = 9
+	asyncPortError   = 10
 )
 
-// watchDevice reads the asynchronous events of a context, once per context.
-func (l *library) watchDevice(ctx *C.struct_vb_context, name string) error {
+// open returns what there is about a context, with a reader of its asynchronous events.
+func (l *library) open(ctx *C.struct_vb_context) (*opened, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if _, ok := l.watched[ctx]; ok {
-		return nil
+	if o := l.opened[ctx]; o != nil {
+		if o.removed.Load() {
+			return nil, errRemoved
+		}
+		return o, nil
+	}
+	if C.vb_gone(ctx) != 0 {
+		return nil, errRemoved
 	}
 	if err := unix.SetNonblock(int(ctx.async_fd), true); err != nil {
-		return err
+		return nil, err
 	}
-	err := l.watch(int(ctx.async_fd), name+" events", func() {
-		for {
-			var kind C.int
-			var element C.uintptr_t
-			if C.vb_async_next(ctx, &kind, &element) != 0 {
-				return
-			}
-			l.mu.Lock()
-			q := l.qps[uintptr(element)]
-			l.mu.Unlock()
-			switch kind {
-			case asyncQPFatal, asyncQPRequest, asyncQPAccess:
-				if q != nil {
-					q.async(int(kind))
-				}
-			case asyncDeviceFatal:
-				l.log.Error("RDMA device failed", "device", name)
-			}
+	o := &opened{l: l, ctx: ctx, name: C.GoString(&ctx.device.name[0])}
+	var err error
+	if o.events, err = l.watch(int(ctx.async_fd), o.name+" events", o.async); err != nil {
+		return nil, err
+	}
+	l.opened[ctx] = o
+	return o, nil
+}
+
+// async handles all asynchronous events that are there. A queue pair or completion queue is looked up before its
+// event is acknowledged: until then it cannot be destroyed, nor another one come to its address.
+func (o *opened) async() {
+	for {
+		var ev C.struct_vb_async_event
+		if C.vb_async_next(o.ctx, &ev) != 0 {
+			return
 		}
-	})
-	if err == nil {
-		l.watched[ctx] = name
+		kind, element := int(ev.event_type), uintptr(ev.element)
+		o.l.mu.Lock()
+		q, c := o.l.qps[element], o.l.cqs[element]
+		o.l.mu.Unlock()
+		if kind == asyncCommEst && q != nil {
+			q.commEst()
+		}
+		C.vb_async_ack(&ev)
+		switch kind {
+		case asyncQPFatal, asyncQPRequest, asyncQPAccess:
+			if q != nil {
+				o.l.log(slog.LevelWarn, "RDMA queue pair failed", "device", o.name, "qp", q.num, "remote", q.c.remote, "event", asyncText[kind])
+				q.async(kind)
+			}
+		case asyncCQ:
+			o.l.log(slog.LevelError, "RDMA completion queue failed", "device", o.name)
+			if c != nil {
+				c.overrun()
+			}
+		case asyncDeviceFatal:
+			o.remove()
+		case asyncPortActive:
+			o.l.log(slog.LevelInfo, "RDMA port is up", "device", o.name, "port", uint32(element))
+		case asyncPortError:
+			// Connections live on: the transport tries again, and ends what it cannot deliver.
+			o.l.log(slog.LevelWarn, "RDMA port is down", "device", o.name, "port", uint32(element))
+		default:
+			o.l.log(slog.LevelDebug, "RDMA event", "device", o.name, "event", kind)
+		}
 	}
-	return err
+}
+
+// remove ends everything on a device that is being removed. The kernel may wait with that until this process has let
+// the device go, which it does when its last object is closed.
+func (o *opened) remove() {
+	if o.removed.Swap(true) {
+		return
+	}
+	o.l.log(slog.LevelError, "RDMA device was removed", "device", o.name)
+	o.l.mu.Lock()
+	var conns []*conn
+	for _, c := range o.l.conns {
+		if c.on == o {
+			conns = append(conns, c)
+		}
+	}
+	o.l.mu.Unlock()
+	for _, c := range conns {
+		c.fail(errRemoved)
+	}
+	if o.objects.Load() == 0 {
+		o.letGo()
+	}
+}
+
+// hold counts an object that is going to be made.
+func (o *opened) hold() error {
+	o.objects.Add(1)
+	if o.removed.Load() {
+		o.drop()
+		return errRemoved
+	}
+	return nil
+}
+
+// drop counts an object that is gone.
+func (o *opened) drop() {
+	if o.objects.Add(-1) == 0 && o.removed.Load() {
+		o.letGo()
+	}
+}
+
+// letGo closes the files of a device that was removed.
+func (o *opened) letGo() {
+	o.l.mu.Lock()
+	defer o.l.mu.Unlock()
+	if o.let {
+		return
+	}
+	o.let = true
+	o.events.Close()
+	C.vb_let_go(o.ctx)
+	delete(o.l.opened, o.ctx)
+	delete(o.l.known, o.name)
+	o.l.stale = true
+}
+
+// sync makes librdmacm forget devices that were let go, so that it does not take them for new ones of the same
+// address. It opens all other devices in doing so; they are watched, so that they can be let go too.
+func (l *library) sync() {
+	l.mu.Lock()
+	stale := l.stale
+	l.stale = false
+	l.mu.Unlock()
+	if !stale {
+		return
+	}
+	var ctxs [64]*C.struct_vb_context
+	l.cm.Lock()
+	n := int(C.vb_cm_sync(&ctxs[0], C.int(len(ctxs))))
+	l.cm.Unlock()
+	if n == 0 { // it does nothing while there is no device
+		l.mu.Lock()
+		l.stale = true
+		l.mu.Unlock()
+	}
+	for _, ctx := range ctxs[:n] {
+		l.open(ctx)
+	}
 }
 
 // opError wraps an error number of the libraries.
@@ -189,13 +350,21 @@ func opError(op string, e C.int) error {
 }
 
 // errnoError says what a number of the libraries means for whoever has to help.
-func errnoError(e syscall.Errno) error {
+func errnoError(e syscall.Errno) error { return memoryError(e, 0) }
+
+// memoryError is errnoError for something that needs so many bytes of locked memory, 0 if that is not known.
+func memoryError(e syscall.Errno, need int) error {
 	switch e {
 	case unix.ENOMEM, unix.EAGAIN, unix.EPERM:
 		var r unix.Rlimit
 		if unix.Getrlimit(unix.RLIMIT_MEMLOCK, &r) == nil && r.Cur != unix.RLIM_INFINITY {
-			return fmt.Errorf("%w: %w; memory of queues and buffers is locked, and this process may lock %d KiB: raise it "+
-				"(ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; containers: --ulimit memlock=-1)", rdma.ErrNoResources, e, r.Cur/1024)
+			locked := lockedKiB()
+			text := fmt.Sprintf("the device's queues and buffers are locked memory, of which this process may have %d KiB and has %d KiB", r.Cur/1024, locked)
+			if need > 0 {
+				text += fmt.Sprintf("; this takes %d KiB more, so allow at least %d KiB", (need+1023)/1024, locked+(need+1023)/1024)
+			}
+			return fmt.Errorf("%w: %w: %s: raise the limit (shell: ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; "+
+				"containers: --ulimit memlock=-1; /etc/security/limits.conf: memlock)", rdma.ErrNoResources, e, text)
 		}
 		if e == unix.ENOMEM {
 			return fmt.Errorf("%w: %w: the device has no more of it", rdma.ErrNoResources, e)
@@ -206,4 +375,22 @@ func errnoError(e syscall.Errno) error {
 		return fmt.Errorf("%w: %w", rdma.ErrTimeout, e)
 	}
 	return e
+}
+
+// lockedKiB is how much memory this process has locked or pinned.
+func lockedKiB() (n int) {
+	b, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(b)) {
+		var k int
+		for _, name := range []string{"VmLck:", "VmPin:"} {
+			if rest, ok := strings.CutPrefix(line, name); ok {
+				fmt.Sscanf(rest, "%d", &k)
+				n += k
+			}
+		}
+	}
+	return n
 }

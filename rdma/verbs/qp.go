@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"rdblk/rdma"
 )
 
@@ -125,6 +127,7 @@ type qp struct {
 	recvSGE []C.struct_vb_sge
 	maxS    int // SGEs per request in those
 	maxR    int
+	copies  *copies
 
 	bad     bool // a request has failed: what is posted now is flushed here. Owner only
 	told    bool // the connection has been told of the first failure
@@ -172,7 +175,8 @@ func (c *conn) CreateQP(domain rdma.PD, cfg rdma.QPConfig) (rdma.QP, error) {
 	case c.q != nil:
 		return bad("the connection has a queue pair")
 	}
-	if err := p.use(1); err != nil {
+	err := p.use(1)
+	if err != nil {
 		return fail(err)
 	}
 	undo := []func(){func() { p.use(-1) }}
@@ -195,19 +199,25 @@ func (c *conn) CreateQP(domain rdma.PD, cfg rdma.QPConfig) (rdma.QP, error) {
 		undo = append(undo, func() { x.cq.unreserve(x.n) })
 		*x.r = ring{q: q, cq: x.cq, recv: x.recv, slots: make([]entry, x.n)}
 	}
+	if c.dev.siw && cfg.MaxInline > 0 && cfg.MaxSend > 0 {
+		if q.copies, err = newCopies(p, cfg.MaxSend, cfg.MaxInline); err != nil {
+			return back(err)
+		}
+		undo = append(undo, q.copies.close)
+	}
 	hw := C.struct_vb_qp_cap{max_send_wr: C.uint32_t(max(cfg.MaxSend, 1)), max_recv_wr: C.uint32_t(max(cfg.MaxRecv, 1)),
 		max_send_sge: C.uint32_t(q.maxS), max_recv_sge: C.uint32_t(q.maxR), max_inline_data: C.uint32_t(cfg.MaxInline)}
 	if e := C.vb_cm_create_qp(c.id, p.p, scq.q, rcq.q, &hw); e != 0 {
 		return back(errnoError(syscall.Errno(e)))
 	}
-	undo = append(undo, func() { C.vb_cm_destroy_qp(c.id) })
+	undo = append(undo, func() { C.vb_qp_destroy(C.vb_cm_take_qp(c.id)) })
 	if int(hw.max_inline_data) < cfg.MaxInline {
 		return back(fmt.Errorf("%w: the device gave %d bytes inline of %d", rdma.ErrInvalid, hw.max_inline_data, cfg.MaxInline))
 	}
 	q.q = c.id.qp
 	q.num = uint32(q.q.qp_num)
-	base, err := scq.attach(q)
-	if err != nil {
+	var base uint64
+	if base, err = scq.attach(q); err != nil {
 		return back(err)
 	}
 	q.sq.base, q.rq.base = base, base
@@ -259,6 +269,46 @@ func (q *qp) free() {
 		C.free(unsafe.Pointer(&q.recvSGE[0]))
 	}
 	q.sends, q.sendSGE, q.recvs, q.recvSGE = nil, nil, nil, nil
+	if q.copies != nil {
+		q.copies.close()
+	}
+}
+
+// copies is where inline data waits that the device does not take inline: siw stops for ever at an inline Send with
+// Invalidate.
+type copies struct {
+	mem  []byte
+	m    *C.struct_vb_mr
+	size int
+}
+
+func newCopies(p *pd, n, size int) (*copies, error) {
+	x := &copies{size: size}
+	var err error
+	if x.mem, err = unix.Mmap(-1, 0, n*size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS); err != nil {
+		return nil, err
+	}
+	if e := C.vb_reg_mr(p.p, C.uintptr_t(uintptr(unsafe.Pointer(&x.mem[0]))), C.size_t(n*size), 0, &x.m); e != 0 {
+		unix.Munmap(x.mem)
+		return nil, memoryError(syscall.Errno(e), n*size)
+	}
+	return x, nil
+}
+
+func (x *copies) close() {
+	C.vb_dereg_mr(x.m)
+	unix.Munmap(x.mem)
+}
+
+// put copies what an SGL names to place i and returns it as one SGE.
+func (x *copies) put(i int, sgl []rdma.SGE) C.struct_vb_sge {
+	addr := C.uintptr_t(uintptr(unsafe.Pointer(&x.mem[i*x.size])))
+	n := C.uintptr_t(0)
+	for j := range sgl {
+		C.vb_copy(addr+n, C.uintptr_t(sgl[j].Addr), C.size_t(sgl[j].Len))
+		n += C.uintptr_t(sgl[j].Len)
+	}
+	return C.struct_vb_sge{addr: C.uint64_t(addr), length: C.uint32_t(n), lkey: x.m.lkey}
 }
 
 func (q *qp) Num() uint32 { return q.num }
@@ -302,8 +352,8 @@ func (q *qp) fillSend(wr *rdma.SendWR, i int) error {
 		return invalid("%d SGEs; the queue pair has %d", len(wr.SGL), q.cfg.MaxSendSGE)
 	}
 	flags := C.uint32_t(0)
-	if wr.Flags&rdma.FlagFence != 0 {
-		flags |= 1
+	if wr.Flags&rdma.FlagFence != 0 && (wr.Op != rdma.OpRead || !q.dev.iwarp()) {
+		flags |= 1 // iWARP peers serve Reads in order, so that none overtakes another; siw stops for ever at a Read with a fence
 	}
 	if wr.Flags&rdma.FlagSignaled != 0 {
 		flags |= 2
@@ -379,6 +429,11 @@ func (q *qp) fillSend(wr *rdma.SendWR, i int) error {
 		return invalid("%d bytes inline; the queue pair has %d", total, q.cfg.MaxInline)
 	case total > 1<<31:
 		return invalid("%d bytes in one message", total)
+	}
+	if inline && wr.Op == rdma.OpSendInvalidate && q.copies != nil {
+		q.sendSGE[q.maxS*i] = q.copies.put(i, wr.SGL)
+		n = 1
+		w.send_flags &^= 8
 	}
 	if n == 0 && q.dev.iwarp() { // siw wants an SGE
 		q.sendSGE[q.maxS*i] = C.struct_vb_sge{}
@@ -461,8 +516,7 @@ func (q *qp) PostSend(wrs ...rdma.SendWR) (int, error) {
 			first = r.head()
 			continue
 		}
-		if wr.Op == rdma.OpRead && q.c.ord.Load() == 0 {
-			// Devices would wait for ever for a Read that the peer does not serve.
+		if st := q.refuse(wr); st != rdma.StatusSuccess {
 			r.count--
 			n, e := q.flushSend(first, pending)
 			if e != nil {
@@ -470,10 +524,10 @@ func (q *qp) PostSend(wrs ...rdma.SendWR) (int, error) {
 			}
 			r.count++
 			done, pending = done+pending, 0
-			r.soften(h, rdma.StatusLocalQPOperation)
+			r.soften(h, st)
 			done++
 			C.vb_qp_error(q.q)
-			q.failed(rdma.StatusLocalQPOperation, false)
+			q.failed(st, false)
 			first = r.head()
 			continue
 		}
@@ -490,6 +544,20 @@ func (q *qp) PostSend(wrs ...rdma.SendWR) (int, error) {
 		return done + n, e
 	}
 	return done + pending, err
+}
+
+// refuse tells the error with which a request must fail that devices would not refuse.
+func (q *qp) refuse(wr *rdma.SendWR) rdma.Status {
+	switch {
+	case wr.Op == rdma.OpRead && q.c.ord.Load() == 0:
+		return rdma.StatusLocalQPOperation // they would wait for ever, for the peer does not serve it
+	case wr.Op == rdma.OpLocalInvalidate && q.dev.rxe:
+		// rxe_check_invalidate_mw does not look at the queue pair.
+		if w := q.byKey[wr.InvalidateRKey>>8]; w == nil || w.qp.Load() != q {
+			return rdma.StatusLocalProtection
+		}
+	}
+	return rdma.StatusSuccess
 }
 
 // bind notes that a window has a new key, and whose it is.
@@ -638,11 +706,28 @@ func (q *qp) failed(st rdma.Status, recv bool) {
 	go q.c.fail(fmt.Errorf("%w: %s: %v", rdma.ErrProtocol, kind, st))
 }
 
+// asyncText says what the events mean that are about a queue pair.
+var asyncText = map[int]string{asyncQPFatal: "the queue pair failed", asyncQPRequest: "a request of the peer is invalid", asyncQPAccess: "a request of the peer is not allowed"}
+
 // async is told of asynchronous events, by the goroutine that reads them.
 func (q *qp) async(kind int) {
-	what := map[int]string{asyncQPFatal: "the queue pair failed", asyncQPRequest: "a request of the peer is invalid", asyncQPAccess: "a request of the peer is not allowed"}[kind]
-	q.c.asyncErr.CompareAndSwap(nil, &asyncError{fmt.Errorf("%w: %s", rdma.ErrProtocol, what)})
+	q.c.asyncErr.CompareAndSwap(nil, &asyncError{fmt.Errorf("%w: %s", rdma.ErrProtocol, asyncText[kind])})
 	go q.c.fail(q.c.asyncErr.Load().err)
+}
+
+// commEst is told that a message has arrived before the connection manager heard that the connection is up.
+func (q *qp) commEst() {
+	c := q.c
+	if !c.mu.TryLock() {
+		return // something is being done about the connection, perhaps waiting for this event to be acknowledged
+	}
+	defer c.mu.Unlock()
+	if c.id != nil && !c.isUp && !c.active {
+		l := c.p.lib
+		l.cm.Lock()
+		C.vb_cm_comm_est(c.id)
+		l.cm.Unlock()
+	}
 }
 
 type asyncError struct{ err error }
@@ -654,8 +739,6 @@ func (q *qp) Close() error {
 	}
 	c := q.c
 	l := c.dev.p.lib
-	c.call.Lock() // a Connect that is in the kernel
-	defer c.call.Unlock()
 	connected := c.sendable.Load()
 	for _, w := range q.windows {
 		w.renew(q)
@@ -671,23 +754,58 @@ func (q *qp) Close() error {
 			l.cm.Unlock()
 		}
 	}
+	hw := q.q
+	slow := c.slow()
+	q.q = nil
 	l.mu.Lock()
-	delete(l.qps, uintptr(unsafe.Pointer(q.q)))
+	delete(l.qps, uintptr(unsafe.Pointer(hw)))
 	l.mu.Unlock()
 	l.cm.Lock()
-	C.vb_cm_destroy_qp(c.id)
+	C.vb_cm_take_qp(c.id) // the library looks at it when it fetches events
 	l.cm.Unlock()
+	c.endLocked(rdma.ErrDisconnected)
+	c.mu.Unlock()
 	q.sq.cq.detach(q)
 	q.rq.cq.detach(q)
-	q.q = nil
-	c.endLocked(rdma.ErrDisconnected)
+	if slow {
+		done := make(chan struct{})
+		q.pd.linger(done)
+		q.sq.cq.linger(done)
+		q.rq.cq.linger(done)
+		quiet := c.call.TryLock()
+		if quiet {
+			C.vb_qp_error(hw) // receives are flushed; whatever the peer answers now brings nothing
+			c.call.Unlock()
+			q.give(false)
+		} // else the request is being sent: the peer speaks second, and nothing arrives
+		go func() {
+			defer close(done)
+			c.call.Lock()
+			C.vb_qp_error(hw)
+			C.vb_qp_destroy(hw)
+			c.call.Unlock()
+			if !quiet {
+				q.give(false)
+			}
+		}()
+	} else {
+		C.vb_qp_destroy(hw)
+		q.give(connected)
+	}
+	c.mu.Lock()
 	if c.closed {
 		c.destroyLocked()
 	}
 	c.mu.Unlock()
+	return q.pd.use(-1)
+}
+
+// give returns what a destroyed queue pair had of its completion queues, and its memory. The owner calls it if it has
+// ever known the queue pair.
+func (q *qp) give(owner bool) {
 	for _, r := range []*ring{&q.sq, &q.rq} {
 		stale := 0
-		if connected {
+		if owner {
 			r.cq.purge(q)
 		} else {
 			// The owner may be polling now and never knew this queue pair; it takes out what is there.
@@ -697,5 +815,4 @@ func (q *qp) Close() error {
 		r.cq.unreserve(len(r.slots) - stale)
 	}
 	q.free()
-	return q.pd.use(-1)
 }

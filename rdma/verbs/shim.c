@@ -9,6 +9,9 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
 
 #include "shim.h"
 
@@ -47,10 +50,12 @@
 	X(int, rdma_resolve_route, (struct vb_cm_id *, int)) \
 	X(int, rdma_listen, (struct vb_cm_id *, int)) \
 	X(int, rdma_create_qp, (struct vb_cm_id *, void *, struct vb_qp_init_attr *)) \
-	X(void, rdma_destroy_qp, (struct vb_cm_id *)) \
 	X(int, rdma_connect, (struct vb_cm_id *, struct vb_conn_param *)) \
 	X(int, rdma_accept, (struct vb_cm_id *, struct vb_conn_param *)) \
 	X(int, rdma_reject, (struct vb_cm_id *, const void *, uint8_t)) \
+	X(int, rdma_notify, (struct vb_cm_id *, int)) \
+	X(struct vb_context **, rdma_get_devices, (int *)) \
+	X(void, rdma_free_devices, (struct vb_context **)) \
 	X(int, rdma_disconnect, (struct vb_cm_id *))
 
 #define DECLARE(ret, name, args) static ret(*p_##name) args;
@@ -139,14 +144,62 @@ int vb_probe_inline(struct vb_context *ctx) {
 	return best;
 }
 
-int vb_async_next(struct vb_context *ctx, int *type, uintptr_t *element) {
-	struct vb_async_event e = {0};
+int vb_async_next(struct vb_context *ctx, struct vb_async_event *ev) {
+	memset(ev, 0, sizeof *ev);
 	errno = 0;
-	if (p_ibv_get_async_event(ctx, &e)) return failed();
-	*type = e.event_type;
-	*element = (uintptr_t)e.element;
-	p_ibv_ack_async_event(&e);
-	return 0;
+	return p_ibv_get_async_event(ctx, ev) ? failed() : 0;
+}
+
+void vb_async_ack(struct vb_async_event *ev) { p_ibv_ack_async_event(ev); }
+
+// vb_let_go puts /dev/null in the place of a context's descriptors. The kernel removes some devices only when no
+// process has them open, and librdmacm, whose the context is, keeps its contexts open. The numbers stay taken, so
+// that the library can still close them.
+int vb_let_go(struct vb_context *ctx) {
+	int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+	if (null < 0) return errno;
+	int err = 0;
+	if (dup3(null, ctx->cmd_fd, O_CLOEXEC) < 0 || dup3(null, ctx->async_fd, O_CLOEXEC) < 0) err = errno;
+	close(null);
+	return err;
+}
+
+int vb_gone(struct vb_context *ctx) {
+	struct stat s;
+	return fstat(ctx->cmd_fd, &s) || s.st_rdev == makedev(1, 3);
+}
+
+// vb_guard is for siw. Its library takes the mapping offset 0x90000 (SIW_INVAL_UOBJ_KEY) for "no mapping", and the
+// kernel gives it to whatever comes when the 144 pages below are taken: every queue that is made then fails, without
+// an error number. A queue that begins one page below and stays takes the offset out of the way.
+int vb_guard(struct vb_context *ctx) {
+	struct vb_cq *fill[512];
+	int n = 0, entries = 0;
+	while (n < 512) {
+		errno = 0;
+		fill[n] = p_ibv_create_cq(ctx, 1, NULL, NULL, 0); // one page
+		if (fill[n]) {
+			n++;
+			continue;
+		}
+		if (errno == 0 && n > 0) { // found
+			p_ibv_destroy_cq(fill[--n]);
+			for (int k = 64; k <= 4096 && !entries; k *= 2) { // smallest of two pages, whatever a page is
+				struct vb_cq *cq = p_ibv_create_cq(ctx, k, NULL, NULL, 0);
+				if (!cq) break;
+				struct vb_cq *next = p_ibv_create_cq(ctx, 1, NULL, NULL, 0);
+				if (next) { // it got the offset behind: the guard covers the bad one
+					p_ibv_destroy_cq(next);
+					entries = k;
+				} else {
+					p_ibv_destroy_cq(cq);
+				}
+			}
+		}
+		break;
+	}
+	while (n > 0) p_ibv_destroy_cq(fill[--n]);
+	return entries;
 }
 
 // --- Memory
@@ -162,6 +215,8 @@ int vb_reg_mr(void *pd, uintptr_t addr, size_t len, int access, struct vb_mr **m
 	errno = 0;
 	return (*mr = p_ibv_reg_mr(pd, (void *)addr, len, access)) ? 0 : failed();
 }
+
+void vb_copy(uintptr_t dst, uintptr_t src, size_t n) { memcpy((void *)dst, (const void *)src, n); }
 
 int vb_dereg_mr(struct vb_mr *mr) { return result(p_ibv_dereg_mr(mr)); }
 
@@ -250,6 +305,8 @@ int vb_qp_error(struct vb_qp *qp) {
 	return result(p_ibv_modify_qp(qp, &a, VB_QP_STATE));
 }
 
+int vb_qp_destroy(struct vb_qp *qp) { return result(p_ibv_destroy_qp(qp)); }
+
 int vb_qp_rnr_timer(struct vb_qp *qp, int code) {
 	struct vb_qp_attr a = {.min_rnr_timer = code};
 	return result(p_ibv_modify_qp(qp, &a, VB_QP_MIN_RNR_TIMER));
@@ -323,7 +380,23 @@ int vb_cm_create_qp(struct vb_cm_id *id, void *pd, struct vb_cq *scq, struct vb_
 	return err;
 }
 
-int vb_cm_destroy_qp(struct vb_cm_id *id) { p_rdma_destroy_qp(id); return 0; }
+struct vb_qp *vb_cm_take_qp(struct vb_cm_id *id) {
+	struct vb_qp *qp = id->qp;
+	id->qp = NULL;
+	return qp;
+}
+
+void vb_cm_comm_est(struct vb_cm_id *id) { p_rdma_notify(id, 4); }
+
+int vb_cm_sync(struct vb_context **open, int max) {
+	int n = 0;
+	struct vb_context **l = p_rdma_get_devices(&n);
+	if (!l) return 0;
+	if (n > max) n = max;
+	memcpy(open, l, n * sizeof *open);
+	p_rdma_free_devices(l);
+	return n;
+}
 
 int vb_cm_connect(struct vb_cm_id *id, void *data, int len, int rr, int depth, int retry, int rnr) {
 	struct vb_conn_param p = {.private_data = data, .private_data_len = len, .responder_resources = rr, .initiator_depth = depth,

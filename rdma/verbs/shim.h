@@ -20,12 +20,17 @@ int vb_device_open(int i, char *name, struct vb_context **ctx); // ENODEV past t
 void vb_device_close(struct vb_context *ctx);
 int vb_query(struct vb_context *ctx, struct vb_device_attr *attr);
 int vb_probe_inline(struct vb_context *ctx); // bytes
-int vb_async_next(struct vb_context *ctx, int *type, uintptr_t *element); // EAGAIN: none
+int vb_async_next(struct vb_context *ctx, struct vb_async_event *ev); // EAGAIN: none; acknowledge it with vb_async_ack
+void vb_async_ack(struct vb_async_event *ev);
+int vb_let_go(struct vb_context *ctx); // closes the kernel's files of a device that was removed
+int vb_gone(struct vb_context *ctx);   // whether vb_let_go was called
+int vb_guard(struct vb_context *ctx);  // see shim.c; entries of the guard or 0
 
 int vb_alloc_pd(struct vb_context *ctx, void **pd);
 int vb_dealloc_pd(void *pd);
 int vb_reg_mr(void *pd, uintptr_t addr, size_t len, int access, struct vb_mr **mr);
 int vb_dereg_mr(struct vb_mr *mr);
+void vb_copy(uintptr_t dst, uintptr_t src, size_t n);
 int vb_alloc_mw(struct vb_context *ctx, void *pd, struct vb_mw **mw);
 int vb_dealloc_mw(struct vb_mw *mw);
 
@@ -37,6 +42,7 @@ int vb_arm(struct vb_cq *cq, int drain, int n, struct vb_wc *wc, int *events); /
 int vb_post_send(struct vb_qp *qp, struct vb_send_wr *first, struct vb_send_wr *last, uintptr_t *bad);
 int vb_post_recv(struct vb_qp *qp, struct vb_recv_wr *first, struct vb_recv_wr *last, uintptr_t *bad);
 int vb_qp_error(struct vb_qp *qp);
+int vb_qp_destroy(struct vb_qp *qp); // may wait for the connection manager
 int vb_qp_rnr_timer(struct vb_qp *qp, int code);
 int vb_qp_state(struct vb_qp *qp); // state or < 0
 
@@ -50,7 +56,9 @@ int vb_cm_resolve(struct vb_cm_id *id, void *src, void *dst, int ms);
 int vb_cm_route(struct vb_cm_id *id, int ms);
 int vb_cm_listen(struct vb_cm_id *id, int backlog);
 int vb_cm_create_qp(struct vb_cm_id *id, void *pd, struct vb_cq *scq, struct vb_cq *rcq, struct vb_qp_cap *cap);
-int vb_cm_destroy_qp(struct vb_cm_id *id);
+struct vb_qp *vb_cm_take_qp(struct vb_cm_id *id); // the id's queue pair, which is not the id's any more
+void vb_cm_comm_est(struct vb_cm_id *id);
+int vb_cm_sync(struct vb_context **open, int max); // librdmacm looks for devices that came and went; how many are open now
 int vb_cm_connect(struct vb_cm_id *id, void *data, int len, int rr, int depth, int retry, int rnr);
 int vb_cm_accept(struct vb_cm_id *id, void *data, int len, int rr, int depth, int rnr);
 int vb_cm_reject(struct vb_cm_id *id, void *data, int len);

@@ -153,6 +153,22 @@ func TestBlockDevice(t *testing.T) {
 	interop(t, "nbd.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
 }
 
+// The provider on rdma-core, over the kernel's two software devices: the contract, and what happens to devices.
+func TestVerbs(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	bin := BuildTests(t, "rdblk/rdma/verbs")
+	for dev, args := range map[string][]string{"rxe": nil, "siw": nil, "both": {"-test.run", "TestDeviceByAddress"}} {
+		t.Run(dev, func(t *testing.T) {
+			Run(t, Config{
+				Program: filepath.Join(Dir(), "guest", "verbs.sh"), Args: append([]string{bin, dev, "-test.short", "-test.timeout=5m"}, args...),
+				Show: []string{filepath.Dir(bin)}, Timeout: 6 * time.Minute,
+			})
+		})
+	}
+}
+
 func interop(t *testing.T, name string, programs ...string) {
 	c := Config{Program: filepath.Join(Dir(), "guest", name), Timeout: 10 * time.Minute}
 	for _, p := range programs {

@@ -54,7 +54,8 @@
 // dies, after the queue pair is destroyed and the back end has answered. A write
 // is executed only after its RDMA Read completed with success.
 //
-// An association holds at most half of a worker's buffers, so that a host that
+// Of several namespaces each holds at most as much of a worker's buffers as is free besides,
+// so that one whose storage hangs leaves room for the others. An association holds at most half of them, so that a host that
 // does not take its data leaves room for others, and is cut off when an RDMA Read
 // or a response of it is unfinished for Config.TransferTimeout.
 //

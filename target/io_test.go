@@ -776,3 +776,47 @@ func TestFUAIsCounted(t *testing.T) {
 		t.Errorf("writes %+v, reads %+v", w, rd)
 	}
 }
+
+// The storage of a namespace hangs while hosts go on writing to it, until no more of their
+// requests find a buffer. Another namespace is served on the same worker.
+func TestHangingStorageLeavesBuffers(t *testing.T) {
+	stuck, stuckToo := blockdevtest.Delayed(memDevice(t, 16<<20)), blockdevtest.Delayed(memDevice(t, 16<<20))
+	const memory, transfer = 2 << 20, 64 << 10
+	r := newRig(t, Config{Workers: 1, MaxIO: 256 << 10, BufferMemory: memory}, stuck, stuckToo, memDevice(t, 16<<20))
+	gates := []*blockdevtest.Gate{hold(stuck, blockdev.OpRead, blockdev.OpWrite), hold(stuckToo, blockdev.OpRead, blockdev.OpWrite)}
+	type asked struct {
+		q   *hostQueue
+		cid uint16
+	}
+	var waiting []asked
+	for i := range 6 { // associations: with half of the buffers for each two would do
+		q := r.attach(sessionOptions{queues: 1}).io[0]
+		for j := range memory / transfer {
+			c := q.rw(protocol.OpRead, uint64(j), transfer, 0, 0)
+			c.SetNSID(uint32(1 + i%2))
+			q.send(c, nil)
+			waiting = append(waiting, asked{q, c.ID()})
+		}
+	}
+	gates[0].Await(t, 1)
+	gates[1].Await(t, 1)
+	other := r.attach(sessionOptions{queues: 1}).io[0]
+	for range 20 {
+		for _, op := range []protocol.Opcode{protocol.OpWrite, protocol.OpRead} {
+			c := other.rw(op, 0, 256<<10, 0, 0)
+			c.SetNSID(3)
+			other.ok(c)
+		}
+	}
+	if w := r.tgt.Stats().Workers[0]; w.WaitingBuffer == 0 {
+		t.Error("no request waits for a buffer: the test shows nothing")
+	}
+	for _, g := range gates {
+		g.Open()
+	}
+	for _, a := range waiting {
+		if c, err := a.q.take(a.cid); err != nil || !c.Status().OK() {
+			t.Fatalf("a read that had to wait: %v, %v", c.Status(), err)
+		}
+	}
+}

@@ -37,7 +37,8 @@ type lane struct {
 	// The worker's.
 	arena   *arena.Arena
 	waiting requestList // for memory of the arena, first come first served
-	blocked []*share    // with requests that wait for others of their association
+	blocked []*share    // with requests that wait for others of their namespace or association
+	stored  int         // bytes on account of namespaces
 	serving bool
 	again   bool
 	queues  map[*queue]struct{}
@@ -127,12 +128,36 @@ func (l *lane) close() {
 	l.arena.Close()
 }
 
-// share is what one association holds of a lane's buffers. It may have half of
-// them, so that a host that takes its data slowly, or never, leaves room for others.
+// share is what one association, or one namespace, holds of a lane's buffers.
+//
+// An association may have half of them, so that a host that takes its data slowly, or never,
+// leaves room for others. A namespace, where there are several, may have as much as is left
+// over when it asks: half of them if its storage is the only one that hangs, a third if
+// there is a second one, and so on, so that something is always left for those that work.
 type share struct {
-	used    int // bytes, and what its requests in lane.waiting will get
-	waiting requestList
-	blocked bool // in lane.blocked
+	namespace bool
+	used      int // bytes, and what its requests that wait further on will get
+	waiting   requestList
+	blocked   bool // in lane.blocked
+}
+
+// fits reports whether s may have n bytes more.
+func (l *lane) fits(s *share, n int) bool {
+	switch {
+	case !s.namespace:
+		return s.used+n <= l.quota
+	case s.used == 0 || l.t.namespaces.Load() < 2:
+		return true
+	}
+	return s.used+n <= l.size-l.stored
+}
+
+// charge adds n bytes, which may be negative, to what s has.
+func (l *lane) charge(s *share, n int) {
+	s.used += n
+	if s.namespace {
+		l.stored += n
+	}
 }
 
 // bufferSize is what n bytes cost in the arena.
@@ -147,24 +172,42 @@ func bufferSize(n int) int {
 // later. Worker only, as everything below.
 func (l *lane) alloc(r *request, n int) bool {
 	r.allocLen = n
-	s := r.q.share
-	r.share = s
-	if s != nil && (s.waiting.head != nil || s.used+bufferSize(n) > l.quota) {
-		l.wait(r, &s.waiting)
-		if !s.blocked {
-			s.blocked = true
-			l.blocked = append(l.blocked, s)
-		}
-		return false
+	r.shares = [2]*share{nil, r.q.share}
+	if r.ns != nil {
+		r.shares[0] = &r.ns.share
 	}
-	if s != nil {
-		s.used += bufferSize(n)
-	}
-	if l.waiting.empty() && l.take(r) {
+	r.stage = 0
+	list := l.admit(r)
+	if list == &l.waiting && list.empty() && l.take(r) {
 		return true
 	}
-	l.wait(r, &l.waiting)
+	r.setState(reqWaitBuffer)
+	l.stats.waitBuffer.Add(1)
+	l.stats.waitingNow.Add(1)
+	r.list = list
+	list.push(r)
 	return false
+}
+
+// admit takes r through the shares that it has not passed yet and returns the list
+// that it has to wait in next.
+func (l *lane) admit(r *request) *requestList {
+	n := bufferSize(r.allocLen)
+	for ; r.stage < len(r.shares); r.stage++ {
+		s := r.shares[r.stage]
+		if s == nil {
+			continue
+		}
+		if s.waiting.head != nil || !l.fits(s, n) {
+			if !s.blocked {
+				s.blocked = true
+				l.blocked = append(l.blocked, s)
+			}
+			return &s.waiting
+		}
+		l.charge(s, n)
+	}
+	return &l.waiting
 }
 
 func (l *lane) take(r *request) bool {
@@ -177,21 +220,15 @@ func (l *lane) take(r *request) bool {
 	return true
 }
 
-func (l *lane) wait(r *request, list *requestList) {
-	r.setState(reqWaitBuffer)
-	r.list = list
-	list.push(r)
-	l.stats.waitBuffer.Add(1)
-	l.stats.waitingNow.Add(1)
-}
-
 // unwait takes r out of the list that it waits in.
 func (l *lane) unwait(r *request) {
 	r.list.remove(r)
-	if r.list == &l.waiting && r.share != nil {
-		r.share.used -= bufferSize(r.allocLen)
+	for _, s := range r.shares[:r.stage] {
+		if s != nil {
+			l.charge(s, -bufferSize(r.allocLen))
+		}
 	}
-	r.list, r.share = nil, nil
+	r.list, r.shares = nil, [2]*share{}
 	l.stats.waitingNow.Add(-1)
 }
 
@@ -200,10 +237,12 @@ func (l *lane) publish() {
 	l.stats.peak.Store(int64(l.arena.Peak()))
 }
 
-// free takes a buffer back that was given on account of s.
-func (l *lane) free(b []byte, s *share) {
-	if s != nil {
-		s.used -= cap(b)
+// free takes a buffer back that was given on account of shares.
+func (l *lane) free(b []byte, shares [2]*share) {
+	for _, s := range shares {
+		if s != nil {
+			l.charge(s, -cap(b))
+		}
 	}
 	l.arena.Free(b)
 	l.publish()
@@ -222,11 +261,12 @@ func (l *lane) serve() {
 		l.again = false
 		for i := 0; i < len(l.blocked); {
 			s := l.blocked[i]
-			for r := s.waiting.head; r != nil && s.used+bufferSize(r.allocLen) <= l.quota; r = s.waiting.head {
+			for r := s.waiting.head; r != nil && l.fits(s, bufferSize(r.allocLen)); r = s.waiting.head {
 				s.waiting.remove(r)
-				s.used += bufferSize(r.allocLen)
-				r.list = &l.waiting
-				l.waiting.push(r)
+				l.charge(s, bufferSize(r.allocLen))
+				r.stage++
+				r.list = l.admit(r)
+				r.list.push(r)
 			}
 			if s.waiting.head == nil {
 				s.blocked = false

@@ -34,6 +34,7 @@ type nsLane struct {
 	ns       *namespace
 	q        blockdev.Queue
 	inFlight int
+	share    share // of the worker's buffers
 	removed  chan struct{} // not nil: closed when inFlight is 0
 
 	stats [numOps]opStats
@@ -109,7 +110,7 @@ func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) 
 			ns.exec.Close()
 			return fail(err)
 		}
-		ns.lanes[i].ns, ns.lanes[i].q = ns, q
+		ns.lanes[i].ns, ns.lanes[i].q, ns.lanes[i].share.namespace = ns, q, true
 	}
 
 	t.mu.Lock()
@@ -140,6 +141,7 @@ func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) 
 	}
 	next := table.with(nsid, ns)
 	t.sub.ns.Store(&next)
+	t.namespaces.Add(1)
 	t.namespaceChanged(nsid)
 	t.mu.Unlock()
 	t.log.Info("namespace added", "ns", nsid, "dev", info.Name, "bytes", info.Size, "block", info.BlockSize,
@@ -168,6 +170,7 @@ func (t *Target) RemoveNamespace(nsid uint32) error {
 	}
 	next := table.with(nsid, nil)
 	t.sub.ns.Store(&next)
+	t.namespaces.Add(-1)
 	t.namespaceChanged(nsid)
 	t.retiring++
 	hosts := len(t.sub.controllers)

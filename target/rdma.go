@@ -364,9 +364,9 @@ func (q *queue) release(r *request) {
 		q.reposts = append(q.reposts, q.recvWRs[r.recv])
 	}
 	r.dropNamespace()
-	buf, share := r.buf, r.share
+	buf, shares := r.buf, r.shares
 	r.setState(reqFree)
-	r.share = nil
+	r.shares = [2]*share{}
 	r.recv, r.kind, r.buf, r.data, r.tmp = -1, nil, nil, nil, nil
 	r.xfer, r.scratch, r.out, r.step, r.moved, r.bounce = 0, 0, 0, 0, 0, false
 	r.status, r.dw0, r.dw1 = 0, 0, 0
@@ -374,7 +374,7 @@ func (q *queue) release(r *request) {
 	q.active--
 	q.free.push(r)
 	if buf != nil {
-		q.lane.free(buf, share)
+		q.lane.free(buf, shares)
 	}
 	if q.state == queueClosing && q.executing == 0 {
 		q.closed()

@@ -45,7 +45,8 @@ type request struct {
 
 	sweeps int // how often sweep has seen it since its Read or response was posted
 
-	share      *share       // on whose account buf is
+	shares     [2]*share    // on whose account buf is: its namespace's, its association's
+	stage      int          // how many of them it has passed
 	list       *requestList // that it waits in for a buffer
 	prev, next *request     // in one requestList
 }

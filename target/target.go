@@ -37,6 +37,7 @@ type Target struct {
 	discovery  *subsystem
 	hosts      atomic.Pointer[hostList]
 	generation atomic.Uint64 // GENCTR
+	namespaces atomic.Int32  // how many there are
 
 	stats targetStats
 

@@ -216,8 +216,8 @@ func TestLaneSharesBuffers(t *testing.T) {
 		if r.buf == nil {
 			t.Fatal("has no buffer")
 		}
-		buf, s := r.buf, r.share
-		r.buf, r.share = nil, nil
+		buf, s := r.buf, r.shares
+		r.buf, r.shares = nil, [2]*share{}
 		l.free(buf, s)
 	}
 	waits := func(r *request, want bool) {

@@ -81,7 +81,7 @@ func connectError(k *call, data *protocol.ConnectData, qid uint16) error {
 		field := protocol.ConnectInvalid(uint32(k.result))
 		switch field {
 		case protocol.ConnectInvalidSUBNQN:
-			e.Hint = "the target has no subsystem of that name at this address: ask discovery"
+			e.Hint, e.is = "the target has no subsystem of that name at this address: ask discovery", ErrUnknownSubsystem
 		case protocol.ConnectInvalidHOSTNQN:
 			e.Hint = fmt.Sprintf("the target does not take host %q", data.HOSTNQN)
 		default:

@@ -88,6 +88,25 @@ func (s *Session) Device(nsid uint32) (*Device, error) {
 // Session is the session that the device belongs to.
 func (d *Device) Session() *Session { return d.s }
 
+// Fault is why requests or flushes of the device fail, for as long as nothing changes at
+// the target or for good; nil if they do not. It matches ErrCacheLost, ErrChanged,
+// ErrNoNamespace or blockdev.ErrFlushFailed.
+func (d *Device) Fault() error {
+	n := d.ns
+	for _, f := range []*error{n.ruined.Load(), n.fault.Load()} {
+		if f != nil {
+			return *f
+		}
+	}
+	if err := n.goneError(); err != nil {
+		return err
+	}
+	if f := n.flushFailed.Load(); f != nil {
+		return *f
+	}
+	return nil
+}
+
 // NSID is the namespace identifier.
 func (d *Device) NSID() uint32 { return d.ns.nsid }
 

@@ -34,6 +34,9 @@ var (
 	ErrCacheLost = fmt.Errorf("the target lost acknowledged writes that had not been flushed: %w", blockdev.ErrFlushFailed)
 	// ErrNoNamespace says that the target has no such namespace.
 	ErrNoNamespace = errors.New("no such namespace")
+	// ErrUnknownSubsystem says that the target has no subsystem of the name that was
+	// asked for.
+	ErrUnknownSubsystem = errors.New("the target has no such subsystem")
 	// ErrNoSubsystem says that discovery did not find exactly one subsystem to take.
 	ErrNoSubsystem = errors.New("no single subsystem to connect to")
 	// ErrUnsupported says that the target, or what it asks for, cannot be used by this
@@ -58,6 +61,8 @@ type CommandError struct {
 	Fabrics bool
 	// Hint is what to do about it, "" if there is no advice.
 	Hint string
+
+	is error // a sentinel that it is as well
 }
 
 func (e *CommandError) Error() string {
@@ -65,16 +70,14 @@ func (e *CommandError) Error() string {
 	if e.What != "" {
 		s += " " + e.What
 	}
-	s += ": target answered: "
+	status := e.Status.Error()
 	if e.Fabrics {
-		s += protocol.FabricsError{Status: e.Status}.Error()
-	} else {
-		s += e.Status.Error()
+		status = protocol.FabricsError{Status: e.Status}.Error()
 	}
 	if e.Hint != "" {
-		s += " (" + e.Hint + ")"
+		return s + ": " + e.Hint + " (target answered: " + status + ")"
 	}
-	return s
+	return s + ": target answered: " + status
 }
 
 // Unwrap gives the sentinel of blockdev that it means, and the status.
@@ -83,6 +86,9 @@ func (e *CommandError) Unwrap() []error {
 		if s := sentinel(e.Status); s != nil {
 			return []error{s, e.Status}
 		}
+	}
+	if e.is != nil {
+		return []error{e.is, e.Status}
 	}
 	return []error{e.Status}
 }

@@ -1,6 +1,7 @@
 package nbd
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -43,7 +44,7 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	// one: between look and listen the directory is locked.
 	unlock, err := lockDirectory(filepath.Dir(path))
 	if err != nil {
-		return nil, fmt.Errorf("listen on %q: %w", path, err)
+		return nil, fmt.Errorf("listen on %q: %w", path, plain(err))
 	}
 	defer unlock()
 	if err := removeStale(path); err != nil {
@@ -57,7 +58,7 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	}}
 	ln, err := lc.Listen(context.Background(), "unix", path)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("listen on %q: %w", path, plain(err))
 	}
 	ul := ln.(*net.UnixListener)
 	ul.SetUnlinkOnClose(false) // it would remove whatever is there by then
@@ -106,18 +107,69 @@ func removeStale(path string) error {
 		return err
 	}
 	if st.Mode().Type() != fs.ModeSocket {
-		return fmt.Errorf("it exists and is no socket (%v); remove it or choose another path", st.Mode().Type())
+		return fmt.Errorf("it exists and is no socket but %s; remove it or choose another path", kindOfFile(st.Mode()))
 	}
 	c, err := net.DialTimeout("unix", path, time.Second)
 	if err == nil {
+		who := listenerOf(c)
 		c.Close()
-		return fmt.Errorf("%w (stop it or choose another path)", ErrSocketInUse)
+		return fmt.Errorf("%w%s: stop it or choose another path", ErrSocketInUse, who)
 	}
 	if !errors.Is(err, unix.ECONNREFUSED) {
 		// Full backlog, no permission: somebody may well be there.
-		return fmt.Errorf("%w, or cannot be tried: %w", ErrSocketInUse, err)
+		return fmt.Errorf("%w, or cannot be tried: %w", ErrSocketInUse, plain(err))
 	}
 	return os.Remove(path)
+}
+
+// listenerOf names the process at the other end of a connection to a Unix socket, for a
+// message; empty if the kernel does not tell.
+func listenerOf(c net.Conn) string {
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		return ""
+	}
+	rc, err := u.SyscallConn()
+	if err != nil {
+		return ""
+	}
+	var cred *unix.Ucred
+	if cerr := rc.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); cerr != nil || err != nil || cred.Pid <= 0 {
+		return ""
+	}
+	comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", cred.Pid))
+	return fmt.Sprintf(" (process %d, %q)", cred.Pid, bytes.TrimSpace(comm))
+}
+
+func kindOfFile(m fs.FileMode) string {
+	switch {
+	case m.IsRegular():
+		return "a file"
+	case m.IsDir():
+		return "a directory"
+	case m&fs.ModeSymlink != 0:
+		return "a symbolic link"
+	case m&fs.ModeNamedPipe != 0:
+		return "a pipe"
+	case m&fs.ModeDevice != 0:
+		return "a device"
+	}
+	return "something special"
+}
+
+// plain is the system's error with what to do about it; the message around it says on what.
+func plain(err error) error {
+	var errno syscall.Errno
+	if !errors.As(err, &errno) {
+		return err
+	}
+	switch errno {
+	case unix.EACCES, unix.EPERM, unix.EROFS:
+		return fmt.Errorf("%w (this user must be able to write to its directory: choose another path)", errno)
+	case unix.ENOENT, unix.ENOTDIR:
+		return fmt.Errorf("%w (its directory must exist: make it, or choose another path)", errno)
+	}
+	return errno
 }
 
 // unixListener removes its socket file when it is closed.

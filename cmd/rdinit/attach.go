@@ -25,6 +25,7 @@ import (
 	"rdblk/internal/control"
 	"rdblk/internal/metrics"
 	"rdblk/internal/provider"
+	"rdblk/internal/timeout"
 	"rdblk/internal/version"
 	"rdblk/nbd"
 
@@ -59,8 +60,9 @@ func attachFlags(fs *pflag.FlagSet, env *cli.Env) (keys map[string]string, cfgFi
 	fs.String("http", "", "serve /metrics, /status and /healthz on `ADDR:PORT`")
 	fs.Bool("pprof", false, "also serve Go's profiler at /debug/pprof/ there")
 	fs.String("run-dir", "", "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
+	fs.Duration("wait", d.Wait, "how long to try to attach while the target is not there, as when machines start together")
 	fs.Duration("loss-timeout", d.LossTimeout, "how long requests wait for a lost target before they fail; negative: for ever")
-	for _, k := range []string{"socket", "device", "name", "http", "pprof", "run-dir", "loss-timeout"} {
+	for _, k := range []string{"socket", "device", "name", "http", "pprof", "run-dir", "wait", "loss-timeout"} {
 		keys[k] = strings.ReplaceAll(k, "-", "_")
 	}
 	more, cfgFile := commonFlags(fs, env, d)
@@ -83,8 +85,15 @@ func newAttachCommand(env *cli.Env) *cli.Command {
 			if err := config.Load(s, source(env, fs, keys, *cfgFile, args)); err != nil {
 				return cli.Usage(err)
 			}
+			var missing []error
+			if s.Address == "" {
+				missing = append(missing, errNoAddress)
+			}
 			if s.Socket == "" && s.Device == "" {
-				return cli.Usagef("say how to attach: --device auto (or /dev/nbdN), or --socket PATH for NBD clients")
+				missing = append(missing, errors.New("say how to attach: --device auto (or /dev/nbdN), or --socket PATH for NBD clients"))
+			}
+			if len(missing) > 0 {
+				return cli.Usage(errors.Join(missing...))
 			}
 			if s.Socket != "" && s.Device != "" {
 				return cli.Usagef("--device and --socket exclude each other (settings device %q, socket %q)", s.Device, s.Socket)
@@ -130,11 +139,13 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 			return err
 		}
 	}
-	c, nic, err := s.resolved(ctx, log)
-	if err != nil {
+	var c initiator.Config
+	if err := a.patiently(ctx, func(ctx context.Context) (err error) {
+		c, a.nic, err = s.resolved(ctx, log)
+		return err
+	}); err != nil {
 		return err
 	}
-	a.nic = nic
 	defer needProcs(c.Queues + 2)()
 
 	var closers []func()
@@ -178,7 +189,7 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	if err := a.connect(ctx, c); err != nil {
 		return err
 	}
-	closer(func() { a.closeSession(time.Second) })
+	closer(func() { a.closeSession(time.Second, slog.LevelWarn) })
 
 	name, unique := s.Name, s.Name != ""
 	if !unique {
@@ -239,35 +250,18 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	return a.wait(ctx, served)
 }
 
-// connect attaches; a signal to stop ends the attempt.
+// connect attaches.
 func (a *attachment) connect(ctx context.Context, c initiator.Config) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	done := make(chan error, 1)
-	go func() {
-		var err error
-		if a.session, err = initiator.Connect(ctx, c); err == nil {
-			a.nqn = a.session.Status().SubNQN
-			a.dev, err = device(a.session, a.s.NSID)
+	return a.patiently(ctx, func(ctx context.Context) (err error) {
+		if a.session, err = initiator.Connect(ctx, c); err != nil {
+			return offers(ctx, c, err)
 		}
-		done <- err
-	}()
-	for {
-		select {
-		case err := <-done:
-			if err != nil {
-				if a.session != nil {
-					a.closeSession(time.Second)
-				}
-				return err
-			}
-			return nil
-		case sig := <-a.env.Signals:
-			if sig == unix.SIGTERM || sig == unix.SIGINT {
-				cancel()
-			}
+		a.nqn = a.session.Status().SubNQN
+		if a.dev, err = device(a.session, a.s.NSID); err != nil {
+			a.closeSession(time.Second, slog.LevelDebug)
 		}
-	}
+		return err
+	})
 }
 
 // where is what users of the disk need: the device, or the socket as NBD clients want it.
@@ -366,35 +360,46 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 	}
 	var kernel error
 	if a.kdev != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), a.s.DetachTimeout/2)
+		ctx, cancel := a.part(context.Background(), 5)
 		a.detaching.Store(true)
 		kernel = a.kdev.Detach(ctx, force)
 		cancel()
 		if !ended(a.kdev) {
 			a.detaching.Store(false)
-			return detachAnswer{}, fmt.Errorf("%w (still attached; end its use or bring the target back, or --force)", kernel)
+			if errors.Is(kernel, nbd.ErrDeviceInUse) {
+				return detachAnswer{}, fmt.Errorf("%w (still attached; end that use first, or cut it with --force)", kernel)
+			}
+			if fault := a.dev.Fault(); fault != nil { // the kernel says EIO for everything
+				kernel = fmt.Errorf("%w: %w", kernel, fault)
+			}
+			return detachAnswer{}, fmt.Errorf("%w (still attached; %s)", kernel, remedy(kernel))
 		}
 	} else if !force {
 		if n := a.nbd.Stats().Exports[0].Connections; n > 0 {
 			return detachAnswer{}, fmt.Errorf("%s still connected to %s: end them first, or detach with --force (still attached)", counted(n, "NBD client"), a.socket)
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), a.s.DetachTimeout*8/10)
+		ctx, cancel := a.part(context.Background(), 8)
 		err := a.flush(ctx)
 		cancel()
 		if err != nil {
-			return detachAnswer{}, fmt.Errorf("flush: %w: what was written may not be safe (still attached; bring the target back and try again, or give the data up with --force)", err)
+			return detachAnswer{}, fmt.Errorf("flush: %w: what was written may not be safe (still attached; %s)", err, remedy(err))
 		}
 	}
 	a.detaching.Store(true)
 	a.env.Notify("STOPPING=1")
+	var warnings []string
+	if n := a.nbd.Stats().Exports[0].Connections; a.kdev == nil && n > 0 {
+		warnings = append(warnings, fmt.Sprintf("%s of %s cut off; what had no answer yet has failed", counted(n, "connected NBD client"), a.socket))
+	}
 	err := errors.Join(kernel, a.end(force))
 	ans := detachAnswer{Flushed: err == nil}
 	if err != nil {
 		if !force {
 			return ans, err
 		}
-		ans.Warning = err.Error()
+		warnings = append(warnings, err.Error())
 	}
+	ans.Warning = strings.Join(warnings, "\n")
 	return ans, nil
 }
 
@@ -416,9 +421,9 @@ func (a *attachment) end(force bool) (err error) {
 	if st := a.session.Status(); force && (st.State != initiator.StateLive || namespaceOf(st, a.dev.NSID()).Fault != "") {
 		patience = time.Second
 	}
-	timeout, stopTimer := context.WithTimeout(context.Background(), patience)
+	limited, stopTimer := timeout.With(context.Background(), patience, a.detachTimeout())
 	defer stopTimer()
-	ctx, cancel := context.WithCancelCause(timeout)
+	ctx, cancel := context.WithCancelCause(limited)
 	defer cancel(nil)
 	go func() {
 		select {
@@ -429,7 +434,7 @@ func (a *attachment) end(force bool) (err error) {
 	}()
 	// Clients get half of the time: one that does not read its replies must not take the
 	// flush's. What they have no answer for was promised to nobody.
-	drain, cancelDrain := context.WithTimeout(ctx, patience/2)
+	drain, cancelDrain := timeout.With(ctx, patience/2, a.detachTimeout())
 	drained := a.nbd.Shutdown(drain)
 	cancelDrain()
 	if drained != nil {
@@ -440,18 +445,31 @@ func (a *attachment) end(force bool) (err error) {
 		err = fmt.Errorf("flush: %w: what was written since the last flush may be lost", err)
 	}
 	// With the session gone every request is answered, so that the NBD server can end.
-	a.closeSession(a.s.DetachTimeout / 10)
+	level := slog.LevelWarn
+	if err != nil {
+		level = slog.LevelDebug // it says the same again
+	}
+	a.closeSession(a.s.DetachTimeout/10, level)
 	if drained != nil {
 		a.nbd.Close()
 	}
 	return err
 }
 
-func (a *attachment) closeSession(patience time.Duration) {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+// part is so many tenths of detach_timeout.
+func (a *attachment) part(ctx context.Context, tenths time.Duration) (context.Context, context.CancelFunc) {
+	return timeout.With(ctx, a.s.DetachTimeout*tenths/10, a.detachTimeout())
+}
+
+func (a *attachment) detachTimeout() string {
+	return "detach_timeout is " + timeout.Text(a.s.DetachTimeout)
+}
+
+func (a *attachment) closeSession(patience time.Duration, level slog.Level) {
+	ctx, cancel := timeout.With(context.Background(), patience, "")
 	defer cancel()
 	if err := a.session.Close(ctx); err != nil && !errors.Is(err, initiator.ErrClosed) {
-		a.log.Warn("disconnect", "err", err)
+		a.log.Log(ctx, level, "the end of the connection was not in order", "err", err)
 	}
 }
 
@@ -473,7 +491,7 @@ func (a *attachment) flush(ctx context.Context) error {
 	case err := <-done:
 		return err
 	case <-ctx.Done():
-		return fmt.Errorf("no answer from %s: %w", a.session.Status().Addr, context.Cause(ctx))
+		return fmt.Errorf("the target at %s: %w", a.session.Status().Addr, context.Cause(ctx))
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -105,13 +106,19 @@ func TestRefusals(t *testing.T) {
 	sock := filepath.Join(dir, "s")
 	plain := filepath.Join(dir, "plain")
 	os.WriteFile(plain, []byte("precious"), 0o600)
+	taken := filepath.Join(dir, "taken")
+	server, err := net.Listen("unix", taken)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
 	for _, c := range []struct {
 		args    string
 		environ []string
 		code    int
 		want    []string
 	}{
-		{"attach", nil, 2, []string{"--socket PATH"}},
+		{"attach", nil, 2, []string{"name the target: ADDR[:PORT]", "--socket PATH"}},
 		{"attach --socket " + sock, nil, 2, []string{"name the target: ADDR[:PORT]"}},
 		{"attach " + addr, nil, 2, []string{"--socket PATH"}},
 		{"attach " + addr + " more --socket " + sock, nil, 2, []string{`unexpected argument "more"`}},
@@ -121,11 +128,27 @@ func TestRefusals(t *testing.T) {
 		{"attach " + addr + " --queues -1 --socket " + sock, nil, 2, []string{"queues: "}},
 		{"attach " + addr + " --depth 1 --socket " + sock, nil, 2, []string{"depth: "}},
 		{"attach " + addr + " --socket " + sock, []string{"RDINIT_DEPHT=3"}, 2, []string{"RDINIT_DEPHT: no such setting"}},
-		{"attach " + nobody + " --socket " + sock, nil, 1, []string{nobody, "refused"}},
-		{"attach " + addr + " --socket " + sock, nil, 1, []string{"namespaces 1, 2", "--nsid"}},
-		{"attach " + addr + " --nsid 7 --socket " + sock, nil, 1, []string{"namespace 7", "no such namespace"}},
-		{"attach " + addr + " --nqn nqn.2026-11.io.rdblk:other --nsid 1 --socket " + sock, nil, 1, []string{"nqn.2026-11.io.rdblk:other"}},
-		{"attach " + addr + " --nsid 1 --socket " + plain, nil, 1, []string{"exists and is no socket"}},
+		{"attach " + nobody + " --socket " + sock, nil, 1, []string{
+			"ask the discovery service at " + nobody + " (iwarp): connection refused (nothing listens there: is rdtarget running on that machine, and is the port right?)"}},
+		{"attach " + nobody + " --nqn " + testNQN + " --socket " + sock, nil, 1, []string{"connect to " + nobody + " (iwarp): connection refused (nothing listens there"}},
+		{"attach " + nobody + " --wait 300ms --socket " + sock, nil, 1, []string{"connection refused", "this went on for 300ms (wait)"}},
+		{"attach " + addr + " --socket " + sock, nil, 1, []string{"namespaces 1 (1 MiB), 2 (2 MiB)", "--nsid"}},
+		{"attach " + addr + " --nsid 7 --socket " + sock, nil, 1, []string{"namespace 7", "no such namespace; it has 1 (1 MiB), 2 (2 MiB): choose with --nsid"}},
+		{"attach " + addr + " --nqn nqn.2026-11.io.rdblk:other --nsid 1 --socket " + sock, nil, 1, []string{addr + ` has no subsystem "nqn.2026-11.io.rdblk:other"`, "what it offers this host is " + testNQN, "--nqn"}},
+		{"attach " + addr + " --nsid 1 --socket " + plain, nil, 1, []string{"exists and is no socket but a file; remove it or choose another path"}},
+		{"attach " + addr + " --nsid 1 --socket " + dir, nil, 1, []string{"no socket but a directory"}},
+		{"attach " + addr + " --nsid 1 --socket " + taken, nil, 1, []string{"in use by another server (process " + strconv.Itoa(os.Getpid()), "choose another path"}},
+		{"attach " + addr + " --nsid 1 --socket /nonexistent/s", nil, 1, []string{"no such file or directory (its directory must exist"}},
+		{"attach " + addr + " --nqn foo --socket " + sock, nil, 2, []string{`nqn: "foo" is no NQN`, "rdinit discover"}},
+		{"attach " + addr + " --host-nqn foo --socket " + sock, nil, 2, []string{`host_nqn: "foo" is no NQN`, "rdinit version"}},
+		{"attach " + addr + " --loss-timeout 5 --socket " + sock, nil, 2, []string{"--loss-timeout: 5 has no unit", "10s"}},
+		{"attach " + addr + " --queues x --socket " + sock, nil, 2, []string{`--queues: "x" is no whole number`}},
+		{"attach " + addr + " --queues 2000 --socket " + sock, nil, 2, []string{"queues: 2000 is outside 0 to 1024"}},
+		{"attach " + addr + " --http 15021 --socket " + sock, nil, 2, []string{`http: "15021" is no ADDR:PORT`, "127.0.0.1:15021"}},
+		{"attach " + addr + " --http " + addr + " --nsid 1 --socket " + sock + " --run-dir " + filepath.Join(dir, "r"), nil, 1, []string{"http endpoint " + addr + ": address already in use", "--http"}},
+		{"attach " + addr + " --http 192.0.2.1:1 --nsid 1 --socket " + sock + " --run-dir " + filepath.Join(dir, "r"), nil, 1, []string{"cannot assign requested address", "127.0.0.1", "--http"}},
+		{"attach nowhere.invalid --socket " + sock, nil, 1, []string{`look up "nowhere.invalid": `, "is the name right"}},
+		{"attach " + addr + " --wiat 3s --socket " + sock, nil, 2, []string{"unknown flag: --wiat (did you mean --wait?)"}},
 		{"attach " + addr + " --nsid 1 --run-dir " + plain + " --socket " + sock, nil, 1, []string{"--run-dir"}},
 		{"discover", nil, 2, []string{"name the target"}},
 		{"discover " + nobody, nil, 1, []string{"refused"}},
@@ -145,6 +168,16 @@ func TestRefusals(t *testing.T) {
 		for _, w := range c.want {
 			if !strings.Contains(errw, w) {
 				t.Errorf("%s: no %q in\n%s", c.args, w, errw)
+			}
+		}
+		for line := range strings.SplitSeq(errw, "\n") {
+			if strings.Contains(line, "cannot attach yet") { // a line of the log, before the one that counts
+				continue
+			}
+			for _, w := range []string{nobody, "deadline", "strconv", "initiator: ", "nbd: ", "rdma: ", "dial tcp", "listen tcp"} {
+				if n := strings.Count(line, w); n > 1 || n == 1 && w != nobody {
+					t.Errorf("%s: %d times %q in\n%s", c.args, n, w, line)
+				}
 			}
 		}
 	}
@@ -454,7 +487,7 @@ func TestSignalDuringConnect(t *testing.T) {
 	}
 	defer c.Close()
 	r.Signal(unix.SIGTERM)
-	if code := r.Wait(t); code != 1 || !strings.Contains(r.Err.String(), "canceled") {
+	if code := r.Wait(t); code != 1 || !strings.Contains(r.Err.String(), "stopped by a signal (terminated)") {
 		t.Errorf("exit %d: %s", code, r.Err)
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"rdblk/internal/cli"
 	"rdblk/internal/config"
 	"rdblk/internal/histogram"
+	"rdblk/internal/timeout"
 	"rdblk/internal/version"
 )
 
@@ -102,16 +103,20 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			defer needProcs(c.Queues + 2)()
 			ss, err := initiator.Connect(ctx, c)
 			if err != nil {
-				return err
+				return offers(ctx, c, err)
 			}
 			defer func() {
-				ctx, cancel := context.WithTimeout(context.Background(), s.DetachTimeout)
+				ctx, cancel := timeout.With(context.Background(), s.DetachTimeout, "detach_timeout")
 				defer cancel()
 				ss.Close(ctx)
 			}()
 			dev, err := device(ss, s.NSID)
 			if err != nil {
 				return err
+			}
+			if most := ss.Status().Depth - 1; j.Depth > most {
+				fmt.Fprintf(env.Stderr, "rdinit: bench: a queue holds %d requests, so %d are in flight and not the %d of --iodepth (more: --depth here, queue_depth at the target)\n", most, most, j.Depth)
+				j.Depth = most
 			}
 			r, err := runBench(ctx, dev, j)
 			if err != nil {
@@ -253,7 +258,7 @@ func runBench(ctx context.Context, dev blockdev.QueueDevice, j benchJob) (*bench
 	select {
 	case <-finished:
 	case <-time.After(10 * time.Second):
-		return nil, errors.New("requests are not answered; is the target there?")
+		return nil, errors.New("requests have no answer 10s after the end of --runtime: is the target there?")
 	}
 	r := &benchResult{RW: j.RW, BS: j.BS, Depth: j.Depth, Queues: n, Version: version.String()}
 	var lat histogram.Fine

@@ -2,11 +2,11 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
 	"runtime"
-	"strconv"
 	"strings"
 
 	"rdblk/initiator"
@@ -67,6 +67,8 @@ func connectFlags(fs *pflag.FlagSet, keys map[string]string) {
 	}
 }
 
+var errNoAddress = errors.New("name the target: ADDR[:PORT], for example 10.0.0.5:4420")
+
 // resolved makes the library's configuration of the settings.
 func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Config, *provider.Chooser, error) {
 	c := s.initiatorConfig()
@@ -74,7 +76,7 @@ func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Co
 		c.Queues = runtime.NumCPU()
 	}
 	if s.Address == "" {
-		return c, nil, cli.Usagef("name the target: ADDR[:PORT]")
+		return c, nil, cli.Usage(errNoAddress)
 	}
 	addr, err := cli.ResolveAddr(ctx, s.Address, cli.DefaultPort)
 	if err != nil {
@@ -138,14 +140,24 @@ func checkOutput(o string) error {
 
 // device chooses the namespace: the one that is named, or the only one.
 func device(ss *initiator.Session, nsid uint32) (*initiator.Device, error) {
-	if nsid == 0 {
-		var there []string
-		for _, n := range ss.Namespaces() {
-			there = append(there, strconv.FormatUint(uint64(n.NSID), 10))
+	var there []string
+	for _, n := range ss.Namespaces() {
+		s := fmt.Sprintf("%d (%s)", n.NSID, config.FormatSize(n.Size))
+		if n.Problem != "" {
+			s = fmt.Sprintf("%d (cannot be used: %s)", n.NSID, n.Problem)
 		}
-		if len(there) > 1 {
-			return nil, fmt.Errorf("the subsystem has the namespaces %s: name one with --nsid", strings.Join(there, ", "))
+		there = append(there, s)
+		if len(there) == 16 {
+			there = append(there, "more")
+			break
 		}
 	}
-	return ss.Device(nsid)
+	if nsid == 0 && len(there) > 1 {
+		return nil, fmt.Errorf("the subsystem has the namespaces %s: choose one with --nsid", strings.Join(there, ", "))
+	}
+	d, err := ss.Device(nsid)
+	if errors.Is(err, initiator.ErrNoNamespace) && len(there) > 0 {
+		return nil, fmt.Errorf("%w; it has %s: choose with --nsid", err, strings.Join(there, ", "))
+	}
+	return d, err
 }

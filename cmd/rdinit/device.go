@@ -69,7 +69,7 @@ func (a *attachment) devicePath() string {
 // yet, unless it was taken over; then it is left for the next to take over. After detach it does nothing.
 func (a *attachment) dropDevice() {
 	if !ended(a.kdev) && !a.kdev.TookOver() {
-		ctx, cancel := context.WithTimeout(context.Background(), a.s.DetachTimeout/2)
+		ctx, cancel := a.part(context.Background(), 5)
 		defer cancel()
 		if err := a.kdev.Detach(ctx, false); err != nil {
 			a.log.Warn("detach", "err", err)
@@ -90,7 +90,7 @@ func ended(k *nbd.KernelDevice) bool {
 // releaseDevice detaches the kernel because of a signal. While the device is in use it
 // waits: on the way down, others are unmounting it.
 func (a *attachment) releaseDevice() error {
-	ctx, cancel := context.WithTimeout(context.Background(), a.s.DetachTimeout*4/10)
+	ctx, cancel := a.part(context.Background(), 4)
 	defer cancel()
 	go func() {
 		select {
@@ -113,7 +113,7 @@ func (a *attachment) releaseDevice() error {
 			continue
 		case <-ctx.Done():
 		}
-		force, cancelForce := context.WithTimeout(context.Background(), a.s.DetachTimeout*2/10)
+		force, cancelForce := a.part(context.Background(), 2)
 		defer cancelForce()
 		return errors.Join(a.kdev.Detach(force, true), errors.New("disconnected though it was not free: what its users had not flushed is lost"))
 	}

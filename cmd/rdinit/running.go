@@ -15,6 +15,7 @@ import (
 	"rdblk/internal/config"
 	"rdblk/internal/control"
 	"rdblk/internal/provider"
+	"rdblk/internal/timeout"
 )
 
 // askTimeout bounds one question to a running program.
@@ -49,7 +50,7 @@ func attachments(ctx context.Context, dir string) ([]running, error) {
 	var errs []error
 	for _, c := range cs {
 		r := running{Client: c}
-		ctx, cancel := context.WithTimeout(ctx, askTimeout)
+		ctx, cancel := timeout.With(ctx, askTimeout, "is the program stopped or hung?")
 		err := c.Get(ctx, "/v1/status", &r.report)
 		cancel()
 		if errors.Is(err, control.ErrGone) {
@@ -120,6 +121,9 @@ func newListCommand(env *cli.Env) *cli.Command {
 			if *output == "json" {
 				return errors.Join(printJSON(env, reports(list)), err)
 			}
+			if len(list) == 0 && err == nil {
+				sayNothing(env, dir())
+			}
 			if len(list) > 0 {
 				w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
 				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tVIA\tATTACHED AS\tNQN")
@@ -160,6 +164,9 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 			if *output == "json" {
 				return errors.Join(printJSON(env, reports(list)), err)
 			}
+			if len(list) == 0 && err == nil {
+				sayNothing(env, dir())
+			}
 			for i, r := range list {
 				if i > 0 {
 					env.Printf("\n")
@@ -169,6 +176,11 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 			return err
 		},
 	}
+}
+
+// sayNothing says that an empty list is no mistake; results are on standard output, so there is none.
+func sayNothing(env *cli.Env, dir string) {
+	fmt.Fprintf(env.Stderr, "rdinit: this user has nothing attached (looked in %s)\n", dir)
 }
 
 func (p *report) print(env *cli.Env) {
@@ -260,7 +272,7 @@ func newDetachCommand(env *cli.Env) *cli.Command {
 		Name: "detach", Args: "NAME | DEVICE | SOCKET [flags]", Short: "end an attachment safely", Long: detachHelp, Flags: fs,
 		Run: func(ctx context.Context, args []string) error {
 			if len(args) != 1 {
-				return cli.Usagef("name one attachment; 'rdinit list' shows them")
+				return cli.Usagef("name one attachment: NAME, DEVICE or SOCKET as 'rdinit list' shows them")
 			}
 			list, err := attachments(ctx, dir())
 			r, ferr := find(list, args[0], dir())
@@ -272,7 +284,9 @@ func newDetachCommand(env *cli.Env) *cli.Command {
 				return fmt.Errorf("%s: %w", r.Name, err)
 			}
 			if a.Warning != "" {
-				fmt.Fprintf(env.Stderr, "rdinit: detach: %s: %s\n", r.Name, a.Warning)
+				for line := range strings.SplitSeq(a.Warning, "\n") {
+					fmt.Fprintf(env.Stderr, "rdinit: detach: %s: %s\n", r.Name, line)
+				}
 			}
 			if !gone(ctx, dir(), r.Name) {
 				return fmt.Errorf("%s: detached, but process %d has not ended yet", r.Name, r.report.PID)

@@ -66,6 +66,7 @@ type settings struct {
 	ReconnectDelay    time.Duration `mapstructure:"reconnect_delay"`
 	ReconnectMaxDelay time.Duration `mapstructure:"reconnect_max_delay"`
 	LossTimeout       time.Duration `mapstructure:"loss_timeout"`
+	Wait              time.Duration `mapstructure:"wait"`
 	RetryTimeout      time.Duration `mapstructure:"retry_timeout"`
 }
 
@@ -181,6 +182,9 @@ func (s *settings) Validate() error {
 	config.Between(c, "retry_timeout", s.RetryTimeout, time.Millisecond, 24*time.Hour, "")
 	config.Positive(c, "max_poll", s.MaxPoll)
 	config.Positive(c, "detach_timeout", s.DetachTimeout)
+	if s.Wait < 0 {
+		bad("wait", "%v is negative (for example 2m; 0: one attempt)", s.Wait)
+	}
 	if s.LossTimeout == 0 {
 		bad("loss_timeout", "0s is not above 0 (for example 10m; negative: requests wait for ever)")
 	}

@@ -14,9 +14,11 @@ import (
 	"net"
 	"net/http"
 	"net/http/pprof"
+	"net/netip"
 	"runtime"
 	"time"
 
+	"rdblk/internal/cli"
 	"rdblk/internal/control"
 	"rdblk/internal/histogram"
 	"rdblk/internal/timeout"
@@ -137,7 +139,17 @@ type Server struct {
 func Listen(addr string, cfg Config) (*Server, error) {
 	ln, err := net.Listen("tcp", addr)
 	if err != nil {
-		return nil, fmt.Errorf("http endpoint: %w", err)
+		var op *net.OpError
+		var at netip.AddrPort
+		if errors.As(err, &op) {
+			if a, ok := op.Addr.(*net.TCPAddr); ok {
+				at = a.AddrPort()
+			}
+		}
+		return nil, cli.WithAdvice(fmt.Errorf("http endpoint %s: %w", addr, cli.Plain(err)), cli.ListenAdvice(err, at, "--http"))
+	}
+	if a, ok := ln.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() {
+		cfg.Log.Warn("the http endpoint has no access control and other machines can reach it; on 127.0.0.1 they cannot", "addr", a.String())
 	}
 	s := &Server{Addr: ln.Addr(), done: make(chan struct{}), srv: &http.Server{
 		Handler: Handler(cfg), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,

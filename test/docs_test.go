@@ -101,3 +101,40 @@ func TestReadmeCommandsExist(t *testing.T) {
 		t.Errorf("only %d commands found", n)
 	}
 }
+
+// The tests that the page on interoperation names exist.
+func TestInteroperationNamesTests(t *testing.T) {
+	page, err := os.ReadFile("../docs/interop.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var code strings.Builder
+	err = filepath.WalkDir("..", func(path string, e fs.DirEntry, err error) error {
+		if err == nil && (strings.HasSuffix(path, "_test.go") || strings.HasSuffix(path, "rdmatest/run.go")) {
+			var b []byte
+			if b, err = os.ReadFile(path); err == nil {
+				code.Write(b)
+			}
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := regexp.MustCompile("`((?:Test|Fuzz)[A-Z][A-Za-z]+)").FindAllStringSubmatch(string(page), -1)
+	if len(names) < 50 {
+		t.Fatalf("%d names of tests on the page", len(names))
+	}
+	for _, m := range names {
+		if !strings.Contains(code.String(), "func "+m[1]+"(") {
+			t.Errorf("there is no %s", m[1])
+		}
+	}
+	// The cases of the contract go without Test.
+	_, list, _ := strings.Cut(string(page), "\n## iWARP: known problems\n")
+	for _, m := range regexp.MustCompile("`([A-Z][a-z]+[A-Z][A-Za-z]+)`").FindAllStringSubmatch(list, -1) {
+		if n := m[1]; !strings.HasPrefix(n, "Test") && !strings.HasPrefix(n, "Fuzz") && !strings.Contains(code.String(), `{"`+n+`", test`) {
+			t.Errorf("the contract has no case %s", n)
+		}
+	}
+}

@@ -51,7 +51,7 @@ wait_for 20 holds "[n['nsid'] for n in s['namespaces']]==[1]"
 note "a namespace came and went"
 
 # Disabled and enabled under load: a pause.
-fio_verify $DEV size=24m rate_iops=60 bsrange=4k-32k & load=$!
+fio_verify $DEV size=4m rate_iops=30 bsrange=4k-32k & load=$!
 sleep 3
 kill -0 $load
 echo 0 >$N/1/enable
@@ -64,7 +64,7 @@ holds "'fault' not in s and s['reconnects']==0 and s['errors']==0"
 note "disabled and enabled under load: verify clean, no error"
 
 # The target stopped and started under load: a pause.
-fio_verify $DEV size=24m rate_iops=60 bsrange=4k-32k & load=$!
+fio_verify $DEV size=4m rate_iops=30 bsrange=4k-32k & load=$!
 sleep 3
 kill -0 $load
 nvmet_unlink 1 $nqn

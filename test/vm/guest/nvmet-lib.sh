@@ -27,6 +27,7 @@ attach() {
 	"$rdinit" attach "$ADDR:$port" --queues 2 "$@" >"$VM_OUT/ready.txt" 2>>"$SAID" & client=$!
 	wait_for 60 attached
 	DEV=$(sed -n 's/^rdinit: attached .*: //p' "$VM_OUT/ready.txt")
+	[ -n "$DEV" ] || die "attach ended without a word"
 }
 attached() { grep -q '^rdinit: attached' "$VM_OUT/ready.txt" || ! kill -0 $client; }
 # detach WHAT [OPTION]: by request, within the 10 s of detach_timeout and what emulation costs; the process ends well.

@@ -1,5 +1,7 @@
 package blockdev
 
+import "sync/atomic"
+
 // Access to a Device is by absolute byte offset; every offset and length is a
 // multiple of Info.BlockSize and inside Info.Size, or the call fails with
 // ErrUnaligned or ErrOutOfRange and does nothing.
@@ -78,4 +80,17 @@ type Resizer interface {
 	// Refresh looks at the store's size again. Growth is taken over; a shrink is
 	// refused with an error and the old size stays.
 	Refresh() (Info, error)
+}
+
+// Watchable is a Device whose writes can be lost without anybody hearing of it: the kernel
+// tells of a failed write-back once, and if the process that is told is killed before it has
+// OnFlushFailed remember it, or while it still waits in the kernel, nobody knows.
+type Watchable interface {
+	Device
+	// Watch is called before the device is used. busy is above zero while a flush or a durable
+	// write is with the kernel or its failure is being reported; in memory that outlives the
+	// process it tells the next one that this one was killed at such a moment. If it was, doubt is
+	// true: the next Flush then asks the file system as a whole whether something was lost, and
+	// fails if so. Disks cannot be asked.
+	Watch(busy *atomic.Uint32, doubt bool)
 }

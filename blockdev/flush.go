@@ -24,12 +24,13 @@ type flusher struct {
 	done    uint64 // syncs ended
 	waiting int    // callers that wait for a sync to end
 	failed  atomic.Pointer[error]
+	busy    *atomic.Uint32 // see Watchable; never nil
 
 	reporting sync.Mutex // held until report has returned
 }
 
 func newFlusher(name string, sync func() error, report func(error)) *flusher {
-	f := &flusher{name: name, sync: sync, report: report}
+	f := &flusher{name: name, sync: sync, report: report, busy: new(atomic.Uint32)}
 	f.ended.L = &f.mu
 	return f
 }
@@ -53,11 +54,13 @@ func (f *flusher) Flush() error {
 		f.running = true
 		f.begun++
 		f.mu.Unlock()
+		f.busy.Add(1)
 		err := f.sync()
 		if err != nil {
 			err = fmt.Errorf("%s: flush: %w", f.name, err)
 			f.fail(err)
 		}
+		f.busy.Add(^uint32(0))
 		f.mu.Lock()
 		f.running = false
 		f.done++

@@ -209,7 +209,7 @@ func openFile(path string, o Options) (_ Device, err error) {
 	} else {
 		d.locks = newRangeLocks(MaxBlockSize, 256)
 	}
-	d.flush = newFlusher(path, d.fdatasync, o.OnFlushFailed)
+	d.flush = newFlusher(path, d.sync, o.OnFlushFailed)
 	return d, nil
 }
 

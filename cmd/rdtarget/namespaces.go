@@ -40,6 +40,7 @@ func (sv *server) add(n namespace) error {
 	if info := d.Info(); !info.ReadOnly {
 		if key := losses.Key(n.Path, info); key != "" {
 			s.count = losses.Open(losses.DefaultDir(), key, sv.log)
+			s.count.Watch(d)
 			sv.mu.Lock()
 			sv.losses[key] = s.count
 			sv.mu.Unlock()

@@ -6,6 +6,10 @@
 // clean. So each failure is counted in a file of its own for every store, in a
 // directory that is the same however the server was started, and the count is on
 // file before anybody hears of the failure. It need not survive a boot: that is noticed by itself.
+//
+// Between the kernel's report and the mark is a moment, and a server that is killed while it waits in
+// fdatasync never sees the report, which counts as given. A second file, mapped into memory, holds
+// how many such calls are under way, and tells the successor that one was.
 package losses
 
 import (
@@ -18,6 +22,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -67,6 +72,9 @@ type Counter struct {
 	log  *slog.Logger
 	n    atomic.Uint64
 
+	page  []byte // of the second file; nil: not kept
+	doubt bool
+
 	mu sync.Mutex
 	f  *os.File // nil: not kept
 }
@@ -101,8 +109,56 @@ func (c *Counter) open(dir string) (uint64, error) {
 		f.Close()
 		return 0, fmt.Errorf("%s: %w (remove it when nothing is attached)", c.path, err)
 	}
+	if c.page, err = mapPage(c.path + busySuffix); err != nil {
+		f.Close()
+		return 0, err
+	}
+	if busy := c.busy(); busy.Load() != 0 {
+		c.doubt = true
+		c.log.Warn("the last server of this store was killed while it made writes durable: the next flush looks whether some were lost, and may take longer", "store", filepath.Base(c.path))
+	}
+	c.busy().Store(0)
 	c.f = f
 	return n, nil
+}
+
+const (
+	busySuffix = ".busy"
+	pageSize   = 4096
+)
+
+// mapPage maps a file of one page, whose memory is there: touching it cannot fail.
+func mapPage(path string) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err == nil && !fi.Mode().IsRegular() {
+		err = fmt.Errorf("%s: it is not a file", path)
+	}
+	if err == nil && fi.Size() < pageSize {
+		_, err = f.WriteAt(make([]byte, pageSize-fi.Size()), fi.Size())
+	}
+	if err != nil {
+		return nil, err
+	}
+	p, err := unix.Mmap(int(f.Fd()), 0, pageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map %s: %w", path, err)
+	}
+	return p, nil
+}
+
+func (c *Counter) busy() *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&c.page[0])) }
+
+// Watch lets dev, which has not been used yet, keep account of calls under way. The counter
+// must not be closed before it.
+func (c *Counter) Watch(dev blockdev.Device) {
+	if w, ok := dev.(blockdev.Watchable); ok && c.page != nil {
+		w.Watch(c.busy(), c.doubt)
+	}
 }
 
 // create opens the file for appending, and begins it if it is new.
@@ -192,6 +248,12 @@ func (c *Counter) Close() error {
 	}
 	if fi, err := c.f.Stat(); err == nil && fi.Size() == int64(len(header)) && c.n.Load() == 0 {
 		os.Remove(c.path)
+	}
+	// A device that hangs may come back to it: then it stays, and tells the next server.
+	if c.busy().Load() == 0 {
+		os.Remove(c.path + busySuffix)
+		unix.Munmap(c.page)
+		c.page = nil
 	}
 	err := c.f.Close()
 	c.f = nil

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"rdblk/blockdev"
@@ -152,5 +153,51 @@ func TestKey(t *testing.T) {
 	}
 	if k := Key("mem:1M", blockdev.Info{UUID: [16]byte{1}}); k != "" {
 		t.Errorf("memory: %q", k)
+	}
+}
+
+// watched is a device that is told what a Counter remembers.
+type watched struct {
+	blockdev.Device
+	busy  *atomic.Uint32
+	doubt bool
+}
+
+func (d *watched) Watch(busy *atomic.Uint32, doubt bool) { d.busy, d.doubt = busy, doubt }
+
+// A server is killed in a flush: its successor knows that, and the one after that does not.
+func TestKilledInAFlush(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "run", "losses")
+	a, _ := open(t, dir, "a")
+	var d watched
+	a.Watch(&d)
+	if d.busy == nil || d.doubt {
+		t.Fatalf("the first: %+v", d)
+	}
+	d.busy.Add(1) // and no more: it is killed
+	b, log := open(t, dir, "a")
+	b.Watch(&d)
+	if !d.doubt || !strings.Contains(log.String(), "level=WARN") {
+		t.Errorf("the successor: %+v, log %q", d, log)
+	}
+	want(t, b, 0)
+	d.busy.Add(1)
+	d.busy.Add(^uint32(0))
+	c, log := open(t, dir, "a")
+	c.Watch(&d)
+	if d.doubt || log.Len() > 0 {
+		t.Errorf("the one after a kill outside of a flush: %+v, log %q", d, log)
+	}
+	d.busy.Add(1) // hangs at the end
+	c.Close()
+	d.busy.Add(^uint32(0)) // and comes back late
+	e, _ := open(t, dir, "a")
+	e.Watch(&d)
+	if d.doubt {
+		t.Error("what came back in the end is in doubt")
+	}
+	e.Close()
+	if l, _ := filepath.Glob(dir + "/*"); len(l) != 0 {
+		t.Errorf("left behind: %v", l)
 	}
 }

@@ -34,7 +34,7 @@ type nsLane struct {
 	ns       *namespace
 	q        blockdev.Queue
 	inFlight int
-	share    share // of the worker's buffers
+	share    share         // of the worker's buffers
 	removed  chan struct{} // not nil: closed when inFlight is 0
 
 	stats [numOps]opStats

@@ -563,7 +563,7 @@ func evict(t testing.TB, file string) {
 	must(t, "map", err)
 	defer unix.Munmap(m)
 	resident := make([]byte, (len(m)+os.Getpagesize()-1)/os.Getpagesize())
-	for limit := time.Now().Add(20 * time.Second); ; {
+	for limit := time.Now().Add(60 * time.Second); ; {
 		must(t, "sync", f.Sync())
 		must(t, "evict", unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
 		_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)), uintptr(unsafe.Pointer(&resident[0])))

@@ -50,7 +50,7 @@ func descriptors() int {
 // leaks gives goroutines that are about to end the time to do so.
 func leaks(before int) int {
 	var fds, gos int
-	for limit := time.Now().Add(10 * time.Second); time.Now().Before(limit); runtime.Gosched() {
+	for limit := time.Now().Add(30 * time.Second); time.Now().Before(limit); runtime.Gosched() {
 		fds, gos = descriptors(), runtime.NumGoroutine()
 		if fds <= before && gos <= 2 {
 			return 0

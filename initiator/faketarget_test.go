@@ -290,7 +290,7 @@ func (f *fakeTarget) serve(conn rdma.Conn) {
 	f.mu.Lock()
 	f.conns[c] = struct{}{}
 	f.mu.Unlock()
-	ctx, stop := context.WithTimeout(context.Background(), 10*time.Second)
+	ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 	defer stop()
 	if _, err := conn.Accept(ctx, rdma.ConnParam{PrivateData: private, InitiatorDepth: conn.Request().ResponderResources, RNRRetry: 7}); err != nil {
 		return // the host may have gone again
@@ -955,7 +955,7 @@ func connect(t testing.TB, cfg Config) *Session {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		ctx, stop := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 		defer stop()
 		s.Close(ctx)
 	})

@@ -116,7 +116,7 @@ func fenceRig(t *testing.T) (*server, *blockdevtest.Gate, *route, initiator.Conf
 // second write is let in beside the one that hangs in the disk.
 func awaitFence(t *testing.T, s *server, gate *blockdevtest.Gate, passed func() bool) {
 	t.Helper()
-	for end := time.Now().Add(30 * time.Second); s.tgt.Stats().Fenced == 0; {
+	for end := time.Now().Add(60 * time.Second); s.tgt.Stats().Fenced == 0; {
 		if gate.Waiting() > 1 || passed() {
 			t.Fatal("the new association is let in while a write of the old one is with the disk")
 		}

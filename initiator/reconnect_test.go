@@ -321,14 +321,14 @@ func TestLossTimeout(t *testing.T) {
 	if !errors.Is(err, blockdev.ErrLost) || !strings.Contains(err.Error(), "150ms") {
 		t.Errorf("%v", err)
 	}
-	if took := time.Since(start); took > 5*time.Second {
+	if took := time.Since(start); took > 30*time.Second {
 		t.Errorf("after %v", took)
 	}
 	start = time.Now()
 	if err := d.WriteAt(pattern(2, 512), 0, 0); !errors.Is(err, blockdev.ErrLost) {
 		t.Errorf("a new request: %v", err)
 	}
-	if took := time.Since(start); took > 5*time.Second {
+	if took := time.Since(start); took > 30*time.Second {
 		t.Errorf("a new request failed after %v", took)
 	}
 	if st := s.Status(); st.State != StateLost || st.Requests != 0 {
@@ -919,7 +919,7 @@ func TestNamespaceGone(t *testing.T) {
 				return !there
 			}
 			cfg := testConfig(f, newProvider(t))
-			cfg.RetryTimeout = 3 * time.Second
+			cfg.RetryTimeout = 5 * time.Second
 			s := connect(t, cfg)
 			d := device(t, s)
 			swap := func(ns *fakeSpace) {
@@ -961,14 +961,14 @@ func TestNamespaceGone(t *testing.T) {
 			if err := d.WriteAt(pattern(2, 512), 0, 0); !errors.Is(err, ErrNoNamespace) || !strings.Contains(err.Error(), "put it back") {
 				t.Errorf("stayed away: %v", err)
 			}
-			if took := time.Since(start); took < time.Second || took > 20*time.Second {
+			if took := time.Since(start); took < time.Second || took > 60*time.Second {
 				t.Errorf("failed after %v", took)
 			}
 			start = time.Now()
 			if err := d.ReadAt(make([]byte, 512), 0); !errors.Is(err, ErrNoNamespace) {
 				t.Errorf("%v", err)
 			}
-			if took := time.Since(start); took > 2*time.Second {
+			if took := time.Since(start); took >= cfg.RetryTimeout {
 				t.Errorf("one that came later failed after %v", took)
 			}
 			other := newFakeSpace(1<<20, 9)
@@ -1037,7 +1037,7 @@ func TestCloseDrains(t *testing.T) {
 	<-arrived
 	closed := make(chan error, 1)
 	go func() {
-		ctx, stop := context.WithTimeout(context.Background(), 20*time.Second)
+		ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 		defer stop()
 		closed <- s.Close(ctx)
 	}()
@@ -1085,7 +1085,7 @@ func TestCloseGivesUp(t *testing.T) {
 		if err := s.Close(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%v", err)
 		}
-		if took := time.Since(start); took > 5*time.Second {
+		if took := time.Since(start); took > 30*time.Second {
 			t.Errorf("took %v", took)
 		}
 		if err := <-done; !errors.Is(err, ErrClosed) {
@@ -1128,13 +1128,13 @@ func TestCloseWithoutTarget(t *testing.T) {
 		if c.lost {
 			eventually(t, "lost", func() bool { return s.Status().State == StateLost })
 		}
-		ctx, stop := context.WithTimeout(context.Background(), 20*time.Second)
+		ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 		defer stop()
 		start := time.Now()
 		if err := s.Close(ctx); (err != nil) != c.dirty {
 			t.Errorf("%+v: %v", c, err)
 		}
-		if took := time.Since(start); took > 5*time.Second {
+		if took := time.Since(start); took > 30*time.Second {
 			t.Errorf("%+v: took %v", c, took)
 		}
 		if err := prov.Device().Close(); err != nil {

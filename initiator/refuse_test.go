@@ -118,7 +118,7 @@ func TestConnectRefused(t *testing.T) {
 			start := time.Now()
 			s, err := Connect(context.Background(), cfg)
 			if err == nil {
-				ctx, stop := context.WithTimeout(context.Background(), 5*time.Second)
+				ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 				defer stop()
 				s.Close(ctx)
 				if c.says == "" {
@@ -182,7 +182,7 @@ func TestConnectLocalFailures(t *testing.T) {
 					if n > at {
 						t.Error("connected in spite of the failure")
 					}
-					ctx, stop := context.WithTimeout(context.Background(), 5*time.Second)
+					ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 					defer stop()
 					s.Close(ctx)
 				} else if !errors.Is(err, broken) {

@@ -96,7 +96,7 @@ func TestAttachReadWrite(t *testing.T) {
 			if err := d.Flush(); err != nil || f.spaces[1].flushes.Load() != 1 {
 				t.Errorf("flush: %v", err)
 			}
-			ctx, stop := context.WithTimeout(context.Background(), 10*time.Second)
+			ctx, stop := context.WithTimeout(context.Background(), 60*time.Second)
 			defer stop()
 			if err := s.Close(ctx); err != nil {
 				t.Errorf("close: %v", err)

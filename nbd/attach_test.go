@@ -370,7 +370,7 @@ func TestDetachRefused(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), c.forced) {
 				t.Errorf("forced: %v", err)
 			}
-			if st, _ := k.state(0); st.bound || time.Since(start) > 5*time.Second {
+			if st, _ := k.state(0); st.bound || time.Since(start) > patience/2 {
 				t.Errorf("bound %v after %v", st.bound, time.Since(start))
 			}
 		})
@@ -421,7 +421,7 @@ func TestPark(t *testing.T) {
 	held := func() int { return dev.queues[0].count() + dev.queues[1].count() }
 	eventually(t, "the device has the request", func() bool { return held() == 1 })
 	for _, c := range []*nbdtest.Client{a, b} {
-		c.SetReadDeadline(time.Now().Add(10 * time.Second))
+		c.SetReadDeadline(time.Now().Add(patience))
 		if n, err := c.Read(make([]byte, 1)); n != 0 || err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Fatalf("%d, %v: not parked", n, err)
 		}
@@ -450,7 +450,7 @@ func TestPark(t *testing.T) {
 			q.release(0)
 		}
 	}
-	c.SetReadDeadline(time.Now().Add(10 * time.Second))
+	c.SetReadDeadline(time.Now().Add(patience))
 	if r, err := c.ReadReply(); err != nil || r.Errno != 0 {
 		t.Errorf("%+v, %v", r, err)
 	}
@@ -505,7 +505,7 @@ func TestTakenAway(t *testing.T) {
 	}
 	select {
 	case <-d.Ended():
-	case <-time.After(10 * time.Second):
+	case <-time.After(patience):
 		t.Fatal("not noticed")
 	}
 	if !errors.Is(d.Err(), ErrUnbound) {
@@ -524,7 +524,7 @@ func TestAttachByIoctl(t *testing.T) {
 	k.sock(0, 0).Close()
 	select {
 	case <-d.Ended():
-	case <-time.After(10 * time.Second):
+	case <-time.After(patience):
 		t.Fatal("not noticed")
 	}
 	if d.Err() == nil {

@@ -47,7 +47,7 @@ func pair(t testing.TB) (server, client *net.UnixConn) {
 func feed(t testing.TB, s *Server, b []byte) []byte {
 	server, client := pair(t)
 	defer client.Close()
-	client.SetDeadline(time.Now().Add(20 * time.Second))
+	client.SetDeadline(time.Now().Add(patience))
 	s.admit(server)
 	go func() {
 		client.Write(b) // the server may close in the middle
@@ -67,7 +67,7 @@ func isTimeout(err error) bool {
 
 // alive makes sure that the server still serves and holds nothing.
 func alive(t testing.TB, s *Server) {
-	if !within(10*time.Second, func() bool { return len(s.Connections()) == 0 }) {
+	if !within(patience, func() bool { return len(s.Connections()) == 0 }) {
 		t.Fatalf("connections left: %+v", s.Connections())
 	}
 	for _, e := range s.exports {

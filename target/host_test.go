@@ -30,7 +30,7 @@ import (
 // that a host keeps, so that tests can break them.
 
 // patience bounds every wait of the tests.
-const patience = 30 * time.Second
+const patience = 60 * time.Second
 
 var (
 	verbose  = flag.Bool("target.log", false, "show the target's log")
@@ -719,7 +719,7 @@ func TestMain(m *testing.M) {
 	before := descriptors()
 	code := m.Run()
 	if code == 0 {
-		end := time.Now().Add(10 * time.Second)
+		end := time.Now().Add(patience)
 		for {
 			n, dump := goroutines()
 			fds := descriptors()

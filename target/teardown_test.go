@@ -521,7 +521,7 @@ func TestShutdownUnderLoad(t *testing.T) {
 		}
 		return true
 	})
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	begin := time.Now()
 	if err := r.tgt.Shutdown(ctx); err != nil {

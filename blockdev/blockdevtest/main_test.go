@@ -17,7 +17,7 @@ func TestMain(m *testing.M) {
 	}
 	before := count()
 	code := m.Run()
-	for limit := time.Now().Add(10 * time.Second); code == 0 && (count() > before || runtime.NumGoroutine() > 2); runtime.Gosched() {
+	for limit := time.Now().Add(30 * time.Second); code == 0 && (count() > before || runtime.NumGoroutine() > 2); runtime.Gosched() {
 		if time.Now().After(limit) {
 			fmt.Printf("leak: %d descriptors (%d at the start), %d goroutines\n", count(), before, runtime.NumGoroutine())
 			buf := make([]byte, 1<<20)

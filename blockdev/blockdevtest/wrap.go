@@ -327,10 +327,10 @@ func (g *Gate) Waiting() int {
 	return g.waiting
 }
 
-// Await returns when at least n calls are stopped; the test fails if that does not happen in half a minute.
+// Await returns when at least n calls are stopped; the test fails if that does not happen in a minute.
 func (g *Gate) Await(t testing.TB, n int) {
 	t.Helper()
-	limit := time.After(30 * time.Second)
+	limit := time.After(60 * time.Second)
 	g.mu.Lock()
 	for g.waiting < n {
 		ch, have := g.changed, g.waiting

@@ -189,7 +189,7 @@ func TestSlowWriter(t *testing.T) {
 	}
 	close(g.open)
 	// There is room again once the first buffer is out.
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(60 * time.Second)
 	for before := lost; tr.Lost() == before; {
 		tr.Command(peer, 1, c)
 		if g.mu.Lock(); g.n > 1 {

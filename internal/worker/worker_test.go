@@ -60,7 +60,7 @@ func (p *pipe) Arm() bool { return true }
 
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); !ok(); runtime.Gosched() {
+	for end := time.Now().Add(60 * time.Second); !ok(); runtime.Gosched() {
 		if time.Now().After(end) {
 			t.Fatal("never happened: " + what)
 		}

@@ -15,7 +15,7 @@ import (
 )
 
 // Patience bounds every wait of the suite.
-const Patience = 20 * time.Second
+const Patience = 60 * time.Second
 
 // Mem maps n bytes outside the Go heap; they are unmapped when the test ends.
 func Mem(t testing.TB, n int) []byte {

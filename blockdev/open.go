@@ -135,6 +135,9 @@ func openFile(path string, o Options) (_ Device, err error) {
 		if err == unix.ENOENT {
 			return nil, fmt.Errorf("open %s: %w (%s)", path, err, howToMake(path))
 		}
+		if err == unix.EACCES {
+			return nil, fmt.Errorf("open %s: %w (this user may not enter its directory: change that, or be root)", path, err)
+		}
 		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
 	}
 	if err := servable(path, &st); err != nil {
@@ -258,6 +261,8 @@ func openStore(path string, block bool, o *Options) (int, error) {
 		return -1, fmt.Errorf("open %s: %w: its file system has no direct I/O (open it without)", path, err)
 	case (err == unix.EACCES || err == unix.EPERM || err == unix.EROFS) && !o.ReadOnly:
 		return -1, fmt.Errorf("open %s for writing: %w (change its permissions or serve it read-only)", path, err)
+	case err == unix.EACCES, err == unix.EPERM:
+		return -1, fmt.Errorf("open %s: %w (change its permissions, or be root)", path, err)
 	default:
 		return -1, &fs.PathError{Op: "open", Path: path, Err: err}
 	}

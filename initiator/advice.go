@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"strings"
 	"syscall"
 
 	"rdblk/rdma"
@@ -19,14 +20,15 @@ type AttemptError struct {
 }
 
 func (e *AttemptError) Error() string {
-	s := e.Op + " " + e.Addr.String()
-	err := e.Err
+	s, why := e.Op+" "+e.Addr.String(), e.Err.Error()
 	var op *rdma.OpError
-	if errors.As(err, &op) && error(op) == err && op.Addr == e.Addr {
-		s += " (" + op.Provider + ")"
-		err = op.Err
+	if errors.As(e.Err, &op) && op.Addr == e.Addr {
+		if rest, ok := strings.CutPrefix(why, op.Op+" "+op.Addr.String()+" ("+op.Provider+"): "); ok {
+			s += " (" + op.Provider + ")"
+			why = rest
+		}
 	}
-	s += ": " + err.Error()
+	s += ": " + why
 	if a := advice(e.Err); a != "" {
 		s += " (" + a + ")"
 	}

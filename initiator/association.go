@@ -250,7 +250,7 @@ func (a *association) watchGone() {
 			if !a.s.anyGone() {
 				continue
 			}
-			ctx, stop := context.WithTimeout(a.ctx, a.s.cfg.ConnectTimeout)
+			ctx, stop := timeout.WithKind(a.ctx, a.s.cfg.ConnectTimeout, "connect_timeout", ErrTimeout)
 			if err := a.s.scan(ctx, a.ctrl, true); err != nil && a.ctx.Err() == nil {
 				a.log.Warn("namespaces not read", "error", err)
 			}

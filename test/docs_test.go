@@ -138,3 +138,31 @@ func TestInteroperationNamesTests(t *testing.T) {
 		}
 	}
 }
+
+// Every wait that ends by itself says whose time it was: what a context of package context alone says is no message
+// for an operator.
+func TestTimeoutsSayWhoseTheyAre(t *testing.T) {
+	bare := regexp.MustCompile(`context\.With(Timeout|Deadline)\(|(return|err =|Errorf\(.*,) ctx\.Err\(\)`)
+	n := 0
+	for _, dir := range []string{"../cmd", "../internal", "../initiator", "../target", "../nbd", "../rdma/iwarp", "../rdma/verbs"} {
+		err := filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+			if err != nil || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") || strings.Contains(path, "nbdtest") {
+				return err
+			}
+			b, err := os.ReadFile(path)
+			n++
+			for i, line := range strings.Split(string(b), "\n") {
+				if bare.MatchString(line) {
+					t.Errorf("%s:%d: use internal/timeout, and context.Cause: %s", path, i+1, strings.TrimSpace(line))
+				}
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n < 100 {
+		t.Errorf("only %d files", n)
+	}
+}

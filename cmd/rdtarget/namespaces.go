@@ -34,7 +34,7 @@ func (sv *server) add(n namespace) error {
 		if slices.ContainsFunc(sv.removals, func(r *served) bool { return r.Path == n.Path }) {
 			err = fmt.Errorf("%w (it was taken out as a namespace and its storage has not answered yet: reload again later)", err)
 		}
-		return fmt.Errorf("open %s: %w", n.Path, err)
+		return err // names the path
 	}
 	s.dev = d
 	if info := d.Info(); !info.ReadOnly {

@@ -22,6 +22,7 @@ import (
 	"rdblk/internal/losses"
 	"rdblk/internal/metrics"
 	"rdblk/internal/provider"
+	"rdblk/internal/timeout"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
 
@@ -139,6 +140,9 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 		namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
 	if sv.addrs, err = s.listenAddrs(ctx); err != nil {
 		return err
+	}
+	if err := s.checkTwice(); err != nil {
+		return cli.Usage(err)
 	}
 	if s.Workers == 0 {
 		s.Workers = runtime.NumCPU()
@@ -284,10 +288,8 @@ func (sv *server) listen() error {
 			case err != nil && e.Extra:
 				sv.log.Warn("not listening with this provider too", "addr", e.Addr, "provider", e.Provider.Name(), "err", err)
 				continue
-			case errors.Is(err, unix.EADDRINUSE):
-				return fmt.Errorf("%w (another rdtarget? see 'rdtarget status', or choose another port with --listen)", err)
 			case err != nil:
-				return err
+				return cli.WithAdvice(err, cli.ListenAdvice(err, netip.AddrPortFrom(e.Addr.Addr(), port), "--listen"))
 			}
 			port = b.Port()
 			sv.bound = addBound(sv.bound, bound{b, e.Provider.Name()})
@@ -410,13 +412,14 @@ func (sv *server) healthy() error {
 func (sv *server) shutdown() error {
 	sv.draining.Store(true)
 	sv.env.Notify("STOPPING=1")
-	timeout, stopTimer := context.WithTimeout(context.Background(), sv.s.ShutdownTimeout)
+	of := "shutdown_timeout is " + timeout.Text(sv.s.ShutdownTimeout)
+	limited, stopTimer := timeout.With(context.Background(), sv.s.ShutdownTimeout, of)
 	defer stopTimer()
-	ctx, cancel := context.WithCancelCause(timeout)
+	ctx, cancel := context.WithCancelCause(limited)
 	defer cancel(nil)
 	// A target that has to be cut still waits up to 5 s for its storage, and what else there is to close
 	// takes another second; that is part of the time there is.
-	drain, cancelDrain := context.WithTimeout(ctx, max(sv.s.ShutdownTimeout-6500*time.Millisecond, sv.s.ShutdownTimeout/3))
+	drain, cancelDrain := timeout.With(ctx, max(sv.s.ShutdownTimeout-6500*time.Millisecond, sv.s.ShutdownTimeout/3), of)
 	defer cancelDrain()
 	done := make(chan struct{})
 	defer close(done)
@@ -490,7 +493,7 @@ func (sv *server) flush(ctx context.Context) error {
 			delete(waiting, r.n)
 		case <-ctx.Done():
 			for n, name := range waiting {
-				err := fmt.Errorf("flush %s: no answer from the storage: %w", name, context.Cause(ctx))
+				err := fmt.Errorf("flush %s: %w: its storage hangs", name, context.Cause(ctx))
 				n.lost(err)
 				errs = append(errs, err)
 			}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -19,6 +20,7 @@ import (
 	"rdblk/blockdev"
 	"rdblk/internal/cli/clitest"
 	"rdblk/internal/losses"
+	"rdblk/internal/timeout"
 	"rdblk/internal/version"
 
 	"golang.org/x/sys/unix"
@@ -67,6 +69,12 @@ func TestServeRefusals(t *testing.T) {
 	disk := diskFile(t, 1<<20)
 	cfg := filepath.Join(dir, "c.yaml")
 	os.WriteFile(cfg, []byte("listne: [127.0.0.1]\nlog: {level: loud}\n"), 0o600)
+	other, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	busy := other.Addr().String()
 	for _, c := range []struct {
 		args    string
 		environ []string
@@ -81,12 +89,23 @@ func TestServeRefusals(t *testing.T) {
 		{"serve --provider magic " + disk, nil, 2, []string{"provider: \"magic\""}},
 		{"serve --nqn disk " + disk, nil, 2, []string{"nqn: "}},
 		{"serve --http here " + disk, nil, 2, []string{"http: "}},
-		{"serve --config " + cfg + " " + disk, nil, 2, []string{"listne: no such setting", "log.level: "}},
+		{"serve --config " + cfg + " " + disk, nil, 2, []string{"listne: no such setting in " + cfg + " (did you mean listen?)", "log.level: "}},
 		{"serve --config /nonexistent.yaml " + disk, nil, 2, []string{"/nonexistent.yaml"}},
-		{"serve " + disk, []string{"RDTARGET_LISTNE=x"}, 2, []string{"environment variable RDTARGET_LISTNE: no such setting"}},
+		{"serve " + disk, []string{"RDTARGET_LISTNE=x"}, 2, []string{"environment variable RDTARGET_LISTNE: no such setting (did you mean RDTARGET_LISTEN?)"}},
 		{"serve " + disk, []string{"RDTARGET_QUEUE_DEPTH=9999"}, 2, []string{"queue_depth: "}},
 		{"serve --listen 127.0.0.1:0 --run-dir " + dir + " " + disk + ".missing", nil, 1, []string{"disk.img.missing", "truncate -s"}},
-		{"serve --listen 127.0.0.1:0 --run-dir " + dir + " " + disk + " " + disk, nil, 1, []string{"in use"}},
+		{"serve --listen 127.0.0.1:0 --run-dir " + dir + " " + disk + " " + disk, nil, 2, []string{disk + " is named twice", "name it once"}},
+		{"serve --listen 127.0.0.1:0 --run-dir " + dir + " " + disk + " " + filepath.Dir(disk) + "/./disk.img", nil, 2, []string{"is named twice, as " + disk}},
+		{"serve mem:abc", nil, 2, []string{"namespaces[0].path: mem: size \"abc\"", "like 10G"}},
+		{"serve mem:0", nil, 2, []string{"namespaces[0].path: mem:0: it needs room", "mem:64M"}},
+		{"serve --workers -1 " + disk, nil, 2, []string{"workers: -1 is outside 0 to 1024 (0: one per processor)"}},
+		{"serve --workers x " + disk, nil, 2, []string{"--workers: \"x\" is no whole number"}},
+		{"serve --shutdown-timeout 5 " + disk, nil, 2, []string{"--shutdown-timeout: 5 has no unit", "10s"}},
+		{"serve --http 15021 " + disk, nil, 2, []string{"http: \"15021\" is no ADDR:PORT", "127.0.0.1:15021"}},
+		{"serve --host me " + disk, nil, 2, []string{"hosts[0]: \"me\" is no host NQN", "rdinit version"}},
+		{"serve --listen 127.0.0.1:0 --http " + busy + " --run-dir " + dir + " " + disk, nil, 1, []string{"http endpoint " + busy + ": address already in use (", "ss -ltnp", "--http"}},
+		{"serve --listen " + busy + " --run-dir " + dir + " " + disk, nil, 1, []string{"listen " + busy + " (iwarp): address already in use (", "ss -ltnp", "--listen"}},
+		{"serve --listen 192.0.2.1 --allow-any-host --run-dir " + dir + " " + disk, nil, 1, []string{"192.0.2.1:4420", "127.0.0.1", "--listen"}},
 		{"serve --listen 127.0.0.1:0 --run-dir " + cfg + " " + disk, nil, 1, []string{"--run-dir"}},
 		{"check-config", nil, 2, []string{"name one file"}},
 		{"check-config " + cfg, nil, 2, []string{"listne: no such setting", "log.level: "}},
@@ -102,6 +121,13 @@ func TestServeRefusals(t *testing.T) {
 				t.Errorf("%s: no %q in\n%s", c.args, w, errw)
 			}
 		}
+		for line := range strings.SplitSeq(errw, "\n") {
+			for _, w := range []string{busy, "192.0.2.1", "deadline", "strconv", "target: ", "listen tcp", "bind: ", "MaxIO"} {
+				if n := strings.Count(strings.ReplaceAll(line, "rdtarget: ", ""), w); n > 1 || n == 1 && w != busy && w != "192.0.2.1" {
+					t.Errorf("%s: %d times %q in\n%s", c.args, n, w, line)
+				}
+			}
+		}
 	}
 }
 
@@ -114,9 +140,13 @@ func TestCheckConfig(t *testing.T) {
 		t.Errorf("exit %d, %q, %q; want %q", code, out, errw, want)
 	}
 	bad := filepath.Join(dir, "bad.yaml")
-	os.WriteFile(bad, []byte("namespaces: [/nonexistent/disk]\nlisten: [192.0.2.1]\n"), 0o600)
+	same := diskFile(t, 4096)
+	small := diskFile(t, 100)
+	os.WriteFile(bad, []byte("lsiten: x\nnamespaces: [/nonexistent/disk, "+same+", "+same+", "+small+", 'mem:x']\nlisten: [192.0.2.1]\n"), 0o600)
 	code, _, errw = clitest.Do(t, newProgram, nil, "check-config", bad)
-	for _, w := range []string{"namespaces[0].path: ", "listen: 192.0.2.1 can be reached"} {
+	for _, w := range []string{"namespaces[0].path: /nonexistent/disk: there is no such file", "listen: 192.0.2.1 can be reached", "listen: 192.0.2.1: cannot assign",
+		"lsiten: no such setting in " + bad + " (did you mean listen?)", "namespaces[2].path: " + same + " is named twice", "namespaces[3].path: " + small + ": its 100 bytes",
+		"namespaces[4].path: mem: "} {
 		if code != 2 || !strings.Contains(errw, w) {
 			t.Errorf("exit %d, no %q in %q", code, w, errw)
 		}
@@ -227,8 +257,11 @@ func TestServeFromStartToEnd(t *testing.T) {
 	if left, _ := os.ReadDir(dir); len(left) > 0 {
 		t.Errorf("left in the run directory: %v", left)
 	}
-	if _, out, _ := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir, "-o", "json"); out != "[]\n" {
-		t.Errorf("status after the end: %q", out)
+	if _, out, errw := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir, "-o", "json"); out != "[]\n" || errw != "" {
+		t.Errorf("status after the end: %q, %q", out, errw)
+	}
+	if code, out, errw := clitest.Do(t, newProgram, nil, "status", "--run-dir", dir); code != 0 || out != "" || errw != "rdtarget: this user serves nothing (looked in "+dir+")\n" {
+		t.Errorf("status after the end: exit %d, %q, %q", code, out, errw)
 	}
 	checkNoGoroutinesLeft(t, before)
 }
@@ -369,7 +402,7 @@ func TestNameOfASecondServer(t *testing.T) {
 		t.Errorf("status\n%s", out)
 	}
 	c := start("--name", "mem", "mem:1M")
-	if code := c.Wait(t); code != 1 || !strings.Contains(c.Err.String(), "taken") {
+	if code := c.Wait(t); code != 1 || !strings.Contains(c.Err.String(), fmt.Sprintf(`"mem": the name is taken by a running program (process %d): choose another with --name`, os.Getpid())) {
 		t.Errorf("a taken name: exit %d, %s", code, c.Err)
 	}
 	for _, r := range []*clitest.Run{a, b} {
@@ -434,10 +467,10 @@ func TestFlushWithoutAnAnswerIsCounted(t *testing.T) {
 	defer gone.Close()
 	sv.losses["gone"] = gone // taken out, and still being closed
 	sv.removals = append(sv.removals, &served{dev: stuck{name: "gone"}, count: gone, closed: make(chan struct{})})
-	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	ctx, cancel := timeout.With(context.Background(), 100*time.Millisecond, "shutdown_timeout")
 	defer cancel()
 	err := sv.flush(ctx)
-	if err == nil || !errors.Is(err, unix.EIO) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush hangs: no answer") {
+	if err == nil || !errors.Is(err, unix.EIO) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush hangs: no answer within 100ms (shutdown_timeout): its storage hangs") {
 		t.Errorf("%v", err)
 	}
 	if g, h, b, r := sv.losses["good"].Count(), sv.losses["hangs"].Count(), sv.losses["bad"].Count(), gone.Count(); g != 0 || h != 1 || b != 0 || r != 1 {

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -18,6 +20,8 @@ import (
 	"rdblk/protocol"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
+
+	"golang.org/x/sys/unix"
 )
 
 // envPrefix is what the program's environment variables begin with.
@@ -389,24 +393,82 @@ func (s *settings) hostsInForce(addrs []netip.AddrPort) (hosts []string, any boo
 	return s.Hosts, s.AllowAnyHost || loopback && len(s.Hosts) == 0
 }
 
-// checkPaths tells which of the namespaces are not there, without opening them.
+// checkPaths tells which of the namespaces cannot be opened, without locking them.
 func (s *settings) checkPaths() error {
 	var errs []error
 	for i, n := range s.Namespaces {
-		if n.shareable() {
-			if _, size, _ := strings.Cut(n.Path, ":"); size != "" {
-				if _, err := blockdev.ParseSize(size); err != nil {
-					errs = append(errs, fmt.Errorf("namespaces[%d].path: %w", i, err))
-				}
-			}
+		if n.shareable() || n.Path == "" { // checked by Validate
 			continue
 		}
-		fi, err := os.Stat(n.Path)
-		if err == nil && !fi.Mode().IsRegular() && (fi.Mode()&os.ModeDevice == 0 || fi.Mode()&os.ModeCharDevice != 0) {
-			err = fmt.Errorf("%s: neither a file nor a block device", n.Path)
+		if err := checkPath(n); err != nil {
+			errs = append(errs, fmt.Errorf("namespaces[%d].path: %s: %w", i, n.Path, err))
 		}
-		if err != nil {
-			errs = append(errs, fmt.Errorf("namespaces[%d].path: %w", i, err))
+	}
+	return errors.Join(errs...)
+}
+
+func checkPath(n namespace) error {
+	fi, err := os.Stat(n.Path)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return errors.New("there is no such file or device (is the path right? truncate -s 10G makes a file)")
+	case err != nil:
+		return cli.Plain(err)
+	case !fi.Mode().IsRegular() && (fi.Mode()&os.ModeDevice == 0 || fi.Mode()&os.ModeCharDevice != 0):
+		return errors.New("it is neither a file nor a block device: name one")
+	}
+	least := int64(max(n.BlockSize, blockdev.MinBlockSize))
+	if fi.Mode().IsRegular() && fi.Size() < least {
+		return fmt.Errorf("its %d bytes are less than one block of %d (truncate -s 10G makes it larger)", fi.Size(), least)
+	}
+	mode, what := uint32(unix.R_OK|unix.W_OK), "write to it (change its permissions, or serve it read_only)"
+	if n.ReadOnly {
+		mode, what = unix.R_OK, "read it (change its permissions)"
+	}
+	if err := unix.Faccessat(unix.AT_FDCWD, n.Path, mode, unix.AT_EACCESS); err != nil {
+		return fmt.Errorf("%w: this user may not %s", err, what)
+	}
+	return nil
+}
+
+// checkTwice finds one device under two names or numbers. Only readers can share one.
+func (s *settings) checkTwice() error {
+	var errs []error
+	infos := make([]os.FileInfo, len(s.Namespaces))
+	for i, n := range s.Namespaces {
+		if n.shareable() {
+			continue
+		}
+		infos[i], _ = os.Stat(n.Path)
+		for k := range i {
+			o := s.Namespaces[k]
+			if infos[i] != nil && infos[k] != nil && os.SameFile(infos[i], infos[k]) && !(n.ReadOnly && o.ReadOnly) {
+				errs = append(errs, fmt.Errorf("namespaces[%d].path: %s is named twice, as %s before: name it once, or serve both read-only", i, n.Path, o.Path))
+				break
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// checkLocal finds addresses to listen at that this machine does not have.
+func (s *settings) checkLocal(ctx context.Context) error {
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil // cannot be told
+	}
+	var errs []error
+	for _, l := range s.Listen {
+		a, err := cli.ResolveAddr(ctx, l, cli.DefaultPort)
+		if err != nil || a.Addr().IsUnspecified() || a.Addr().IsLoopback() {
+			continue // listenAddrs says so
+		}
+		if !slices.ContainsFunc(addrs, func(x net.Addr) bool {
+			n, ok := x.(*net.IPNet)
+			ip, ok2 := netip.AddrFromSlice(n.IP)
+			return ok && ok2 && ip.Unmap() == a.Addr().WithZone("")
+		}) {
+			errs = append(errs, fmt.Errorf("listen: %s: %w", l, cli.WithAdvice(unix.EADDRNOTAVAIL, cli.ListenAdvice(unix.EADDRNOTAVAIL, a, "listen"))))
 		}
 	}
 	return errors.Join(errs...)

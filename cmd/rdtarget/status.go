@@ -14,6 +14,7 @@ import (
 	"rdblk/internal/config"
 	"rdblk/internal/control"
 	"rdblk/internal/provider"
+	"rdblk/internal/timeout"
 	"rdblk/internal/version"
 	"rdblk/target"
 )
@@ -73,7 +74,7 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 			var errs []error
 			for _, c := range cs {
 				var r report
-				ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+				ctx, cancel := timeout.With(ctx, 30*time.Second, "is the program stopped or hung?")
 				err := c.Get(ctx, "/v1/status", &r)
 				cancel()
 				switch {
@@ -91,6 +92,9 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 				}
 				env.Printf("%s\n", b)
 				return errors.Join(errs...)
+			}
+			if len(list) == 0 && len(errs) == 0 {
+				fmt.Fprintf(env.Stderr, "rdtarget: this user serves nothing (looked in %s)\n", d)
 			}
 			for i := range list {
 				if i > 0 {

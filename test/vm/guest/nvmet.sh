@@ -27,6 +27,17 @@ for p in 4420 4421 4422; do # nvmet tells of the port that is asked
 done
 if "$rdinit" attach $ADDR --socket $sock >"$VM_OUT/two.txt" 2>&1; then die "attached one of two namespaces without being told which"; fi
 grep -q 'namespaces 1, 2: name one with --nsid' "$VM_OUT/two.txt" || { cat "$VM_OUT/two.txt"; die "the choice is not named"; }
+# answers: how nvmet answers 16 reads, as a capture tells: Sends that begin a segment, with and without Invalidate.
+answers() {
+	capture_start lo "$VM_OUT/answers.pcap" tcp src port $1
+	local reads=()
+	for i in {1..16}; do reads+=(-c 'read 0 32k'); done
+	qemu-io -f raw -t none "$nbd_uri" "${reads[@]}" >/dev/null
+	capture_stop
+	inv=$(opcodes 0x4144) plain=$(opcodes 0x4143)
+	note "port $1: $inv Sends with Invalidate, $plain without"
+}
+opcodes() { tcpdump -nr "$VM_OUT/answers.pcap" "tcp[((tcp[12]&0xf0)>>2)+2:2]=$1" 2>/dev/null | wc -l; }
 trace_start
 note "discovery; two namespaces are named"
 
@@ -34,8 +45,8 @@ note "discovery; two namespaces are named"
 attach --nsid 1 --socket $sock
 grep "in_capsule=16384" "$SAID" | tail -1
 holds 's["state"]=="live" and s["block_size"]==512 and s["size"]==256<<20 and [n["nsid"] for n in s["namespaces"]]==[1,2]'
-fio_nbd size=16m
-fio_nbd bsrange=512-1m size=8m numjobs=2 offset_increment=64m fsync=32
+fio_nbd size=8m
+fio_nbd bsrange=512-1m size=4m numjobs=2 offset_increment=64m fsync=32
 seen 'nvme_cmd_flush'
 # Zeros, with and without deallocation, and a discard, by name (the kernel's nbd of 6.1 has no write zeroes).
 head -c 1048576 /dev/urandom >/run/data
@@ -55,6 +66,10 @@ sys.exit(open('/run/got', 'rb').read() != want)
 PY
 }
 same $one 65536 262144 524288
+if [ $FABRIC = iwarp ]; then
+	answers 4420
+	[ $inv -ge 16 ] || die "keys that are to be invalidated are not"
+fi
 note "NBD socket: verify 4k-128k, 512-1m with flushes; write zeroes, discard, FUA; same bytes on the kernel's disk"
 detach $sock
 
@@ -64,7 +79,7 @@ attach --nsid 2 --device auto --nqn $nqn
 [ "$(lsblk -bdno SIZE,LOG-SEC $DEV | tr -s ' ' | sed 's/^ //')" = "$((256 << 20)) 4096" ] || die "lsblk: $(lsblk -bdno SIZE,LOG-SEC $DEV)"
 q=/sys/block/${DEV#/dev/}/queue
 [ "$(cat $q/write_cache)" = "write back" ] && [ "$(cat $q/fua)" = 1 ]
-fio_verify $DEV bs=4k bsrange=4k-1m size=16m
+fio_verify $DEV bs=4k bsrange=4k-1m size=8m
 echo >$T/trace
 dd if=/run/data of=$DEV bs=64k oflag=direct status=none
 seen 'nsid=2.*nvme_cmd_write,' 16
@@ -83,7 +98,7 @@ other=$DEV first=$client
 attach --nsid 1 --device auto --nqn $nqn
 [ $DEV != $other ]
 fs_check $DEV ext4 & fs=$!
-fio_verify $other bs=4k bsrange=4k-64k size=8m offset=64m
+fio_verify $other bs=4k bsrange=4k-64k size=4m offset=64m
 wait $fs
 detach $DEV
 client=$first
@@ -93,12 +108,16 @@ note "both at a time"
 # No data in capsules; then 4096 bytes, and keys of whole regions instead of windows.
 attach -p 4421 --nsid 1 --nqn $nqn --socket $sock
 grep 'msg=connected' "$SAID" | tail -1 | grep -q in_capsule=0
-fio_nbd bsrange=512-64k size=8m
+fio_nbd bsrange=512-64k size=4m
 detach $sock
 export RDINIT_MEMORY_WINDOWS=false
-attach -p 4422 --nsid 1 --nqn $nqn --socket $sock --http 127.0.0.1:9100
+attach -p 4422 --nsid 1 --nqn $nqn --socket $sock
 grep 'msg=connected' "$SAID" | tail -1 | grep -q 'windows=false in_capsule=4096'
-fio_nbd bsrange=512-256k size=8m
+fio_nbd bsrange=512-256k size=4m
+if [ $FABRIC = iwarp ]; then
+	answers 4422
+	[ $inv = 0 ] && [ $plain -ge 16 ] || die "keys are invalidated that are not to be"
+fi
 detach $sock
 unset RDINIT_MEMORY_WINDOWS
 note "in-capsule data 0 and 4096, no windows"

@@ -274,6 +274,24 @@ func TestShutdownNotificationFlushes(t *testing.T) {
 	}
 }
 
+// One device whose flush hangs does not keep the others' data from the medium.
+func TestShutdownFlushesAllAtOnce(t *testing.T) {
+	a, b := blockdevtest.Delayed(cached{memDevice(t, 1<<20).(blockdev.TryDevice)}), blockdevtest.Delayed(cached{memDevice(t, 1<<20).(blockdev.TryDevice)})
+	r := newRig(t, Config{}, a, b)
+	s := r.attach(sessionOptions{})
+	gates := []*blockdevtest.Gate{hold(a, blockdev.OpFlush), hold(b, blockdev.OpFlush)}
+	s.setCC(protocol.CCDefault.WithEN(true).WithSHN(protocol.SHNNormal))
+	for _, g := range gates {
+		g.Await(t, 1)
+	}
+	gates[1].Open()
+	if c := s.csts(); c.SHST() != protocol.SHSTInProgress {
+		t.Errorf("CSTS %#x while a flush runs", uint32(c))
+	}
+	gates[0].Open()
+	eventually(t, "shutdown complete", func() bool { return s.csts().SHST() == protocol.SHSTComplete })
+}
+
 func TestShutdownNotificationWithFailedFlush(t *testing.T) {
 	dev := blockdevtest.Faulty(cached{memDevice(t, 1<<20).(blockdev.TryDevice)},
 		blockdevtest.Rule{Match: blockdevtest.Match{Ops: []blockdev.Op{blockdev.OpFlush}}, Err: errors.New("gone")})

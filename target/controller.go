@@ -239,13 +239,18 @@ func (t *Target) flushAll() error {
 		t.flushes--
 		t.mu.Unlock()
 	}()
-	var errs []error
-	for _, ns := range list {
-		if err := ns.dev.Flush(); err != nil {
-			errs = append(errs, fmt.Errorf("namespace %d (%s): %w", ns.id, ns.info.Name, err))
-		}
-		ns.users.Done()
+	// All at once: one that hangs keeps the host waiting, but not the others' data from the medium.
+	errs := make([]error, len(list))
+	var wait sync.WaitGroup
+	for i, ns := range list {
+		wait.Go(func() {
+			defer ns.users.Done()
+			if err := ns.dev.Flush(); err != nil {
+				errs[i] = fmt.Errorf("namespace %d (%s): %w", ns.id, ns.info.Name, err)
+			}
+		})
 	}
+	wait.Wait()
 	return errors.Join(errs...)
 }
 

@@ -373,7 +373,12 @@ func (l *lane) register(depth int) error {
 // attach gives the lane to its worker. Not on the worker.
 func (l *lane) attach() error {
 	err := errLaneDown
-	if e := l.w.Call(func() { l.h, err = l.w.Add(l.cq.FD(), l) }); e != nil {
+	e := l.w.Call(func() {
+		if l.h, err = l.w.Add(l.cq.FD(), l); err == nil {
+			l.h.SetMute(l.info.Autonomous)
+		}
+	})
+	if e != nil {
 		return e
 	}
 	return err

@@ -264,6 +264,7 @@ func (q *queue) attach() error {
 	if err != nil {
 		return err
 	}
+	h.SetMute(q.dev.info.Autonomous)
 	q.h = h
 	q.now = time.Now()
 	q.lane.queues[q] = struct{}{}

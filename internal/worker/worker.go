@@ -106,6 +106,7 @@ type Handle struct {
 	interest uint32
 	runnable bool
 	removed  bool
+	mute     bool
 }
 
 // New starts a worker.
@@ -209,6 +210,11 @@ func (w *Worker) Add(fd int, src Source) (*Handle, error) {
 	w.sources = append(w.sources, h)
 	return h, nil
 }
+
+// SetMute says that the descriptor tells of work only after Arm (a completion queue of an RDMA device), so that
+// while the worker does not sleep the source has to be polled to find out. Level triggered descriptors (a
+// socket) need no such polling, which is cheaper when there are many.
+func (h *Handle) SetMute(mute bool) { h.mute = mute }
 
 // Kick makes the worker poll the source again before it sleeps.
 func (h *Handle) Kick() { h.runnable = true }
@@ -342,7 +348,7 @@ func (w *Worker) pollRunnable() bool {
 }
 
 // look finds sources that may have work, without sleeping: all of them if they
-// are few, else those whose descriptor is ready.
+// are few, else those whose descriptor is ready or does not tell.
 func (w *Worker) look() {
 	yield()
 	w.notice()
@@ -355,6 +361,9 @@ func (w *Worker) notice() {
 			h.runnable = true
 		}
 		return
+	}
+	for _, h := range w.sources {
+		h.runnable = h.runnable || h.mute
 	}
 	w.ready(epollWaitNow(w.epfd, w.events[:]))
 }

@@ -327,3 +327,45 @@ func TestNoDescriptorsLeak(t *testing.T) {
 		t.Errorf("lowest free descriptor was %d, is %d", before, after)
 	}
 }
+
+// muteSource is a completion queue of a device: its descriptor is silent until it is armed.
+type muteSource struct {
+	*pipe
+	work, done atomic.Int64
+}
+
+func (m *muteSource) Poll() bool {
+	if n := m.work.Load(); n > m.done.Load() {
+		m.done.Store(n)
+		return true
+	}
+	return false
+}
+
+// A source that is silent while the worker is awake is found although others keep the worker awake for ever.
+func TestMuteSourceIsPolledWhileTheWorkerIsAwake(t *testing.T) {
+	w, err := New(Config{Busy: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	for range directSources + 2 {
+		p := newPipe(t, w)
+		defer p.close(w)
+	}
+	m := &muteSource{pipe: newPipe(t, w)}
+	defer m.pipe.close(w)
+	w.Call(func() {
+		m.h.Remove()
+		if m.h, err = w.Add(m.fds[0], m); err == nil {
+			m.h.SetMute(true)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range int64(100) {
+		m.work.Store(i + 1)
+		eventually(t, "work of a mute source done", func() bool { return m.done.Load() == i+1 })
+	}
+}

@@ -9,7 +9,14 @@ case $kind in rxe) addr=$RXE ;; siw) addr=$SIW ;; esac
 nqn=nqn.2026-11.io.rdblk:vm sock=/run/rdblk.sock
 via() { case $1 in iwarp) echo iwarp ;; *) echo "verbs ${kind}0" ;; esac; } # what is to be shown for a provider
 : >"$VM_OUT/rdinit.txt"
-trap 'echo "--- rdtarget, rdinit said:"; tail -n 30 "$VM_OUT/rdtarget.txt"; tail -n 30 "$VM_OUT/rdinit.txt"; dmesg | tail -30' EXIT
+said() {
+	"$rdinit" status || true
+	"$rdtarget" status -o json | grep -A14 -E '"(queues|oldest|workers)"' || true
+	kill -QUIT $client $server 2>/dev/null && sleep 1
+	echo "--- rdtarget, rdinit said:"
+	tail -n 150 "$VM_OUT/rdtarget.txt"; tail -n 150 "$VM_OUT/rdinit.txt"; dmesg | tail -30
+}
+trap said EXIT
 truncate -s 256m /run/disk.img
 serve() {
 	"$rdtarget" serve --provider $at_target --listen $addr:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
@@ -42,13 +49,15 @@ cmp -n 8388608 /run/data /run/disk.img
 note "data is in the target's file"
 fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=24m offset_increment=32m
 note "fio verify, 4 jobs, depth 32, 4k-1m done"
-fio_verify '' "${nbd[@]}" size=32m rate_iops=60 bsrange=4k-64k & load=$!
+fio_verify '' "${nbd[@]}" size=24m bsrange=32k-32k rate_iops=80 & load=$!
 sleep 4
 kill -0 $load
 kill -9 $server; wait $server || true
 note "rdtarget killed under load"
 sleep 2
 serve
+gone() { ! kill -0 $1; }
+wait_for 80 gone $load
 wait $load
 "$rdinit" status | grep -E 'state +live'
 "$rdinit" status | grep -E 'reconnects +[1-9]'

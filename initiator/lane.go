@@ -188,6 +188,7 @@ type lane struct {
 	ctl, aux  rdma.MR
 	keys      []regionKey // by region
 	windows   bool
+	inline    bool // commands without data behind them are copied when they are posted
 	inCapsule uint32
 	zeros     uint64
 	scratch   []byte
@@ -232,7 +233,17 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 	if depth < MinDepth {
 		return nil, fmt.Errorf("queue %d: %w: RDMA device %s has room for %d work requests per queue", cfg.qid, ErrUnsupported, l.info.Name, l.info.MaxQPWR)
 	}
+	if depth < cfg.depth {
+		cfg.log.Info("queue cut to what the RDMA device has room for", "qid", cfg.qid, "device", l.info.Name, "asked", cfg.depth, "depth", depth,
+			"max_qp_wr", l.info.MaxQPWR, "max_cqe", l.info.MaxCQE)
+	}
 	l.windows = l.info.MemWindows && !cfg.noWindows
+	// An adapter saves a trip to memory; the software NIC would copy what it sends from where it is.
+	l.inline = l.info.Autonomous && l.info.MaxInline >= protocol.CommandSize
+	inline := 0
+	if l.inline {
+		inline = protocol.CommandSize
+	}
 	sges := 1
 	if cfg.inCapsule > 0 && (l.info.MaxSGE == 0 || l.info.MaxSGE >= 2) {
 		l.inCapsule, sges = cfg.inCapsule, 2
@@ -247,7 +258,7 @@ func dialLane(ctx context.Context, cfg laneConfig) (_ *lane, err error) {
 	if l.cq, err = dev.CreateCQ(maxSend + depth); err != nil {
 		return nil, err
 	}
-	if l.qp, err = l.conn.CreateQP(l.pd, rdma.QPConfig{SendCQ: l.cq, RecvCQ: l.cq, MaxSend: maxSend, MaxRecv: depth, MaxSendSGE: sges}); err != nil {
+	if l.qp, err = l.conn.CreateQP(l.pd, rdma.QPConfig{SendCQ: l.cq, RecvCQ: l.cq, MaxSend: maxSend, MaxRecv: depth, MaxSendSGE: sges, MaxInline: inline}); err != nil {
 		return nil, err
 	}
 	if _, err = l.qp.PostRecv(l.recvs...); err != nil {
@@ -590,7 +601,11 @@ func (l *lane) post() {
 		}
 		s.postedAt = now
 		l.cfg.trace.Command(l.cfg.remote, l.cfg.qid, s.sqe)
-		l.sends = append(l.sends, rdma.SendWR{ID: uint64(i)<<kindBits | kindSend, Op: rdma.OpSend, Flags: rdma.FlagSignaled, SGL: s.send[:s.nsge]})
+		flags := rdma.FlagSignaled
+		if l.inline && s.nsge == 1 {
+			flags |= rdma.FlagInline
+		}
+		l.sends = append(l.sends, rdma.SendWR{ID: uint64(i)<<kindBits | kindSend, Op: rdma.OpSend, Flags: flags, SGL: s.send[:s.nsge]})
 	}
 	l.started = l.started[:0]
 	if _, err := l.qp.PostSend(l.sends...); err != nil {

@@ -248,7 +248,7 @@ func (s *Session) release() {
 func (s *Session) goLive(as *association) {
 	s.mu.Lock()
 	s.as, s.epoch = as, as.epoch
-	s.cntlid, s.granted, s.depth = as.ctrl.cntlid, len(as.lanes), as.depth
+	s.cntlid, s.granted, s.depth = as.ctrl.cntlid, len(as.lanes), len(as.lanes[0].slots)+1
 	s.via, s.viaIO = as.ctrl.lane.via(), nil
 	for _, l := range as.lanes {
 		s.viaIO = append(s.viaIO, l.via())

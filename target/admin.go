@@ -83,9 +83,9 @@ func (c *controller) abortOn(q *queue, cid uint16, self *request) bool {
 		}
 		switch r.state {
 		case reqWaitBuffer:
-			q.lane.unwait(r)
+			q.pool.unwait(r)
 			r.fail(protocol.StatusAbortRequested)
-			q.lane.serve()
+			q.pool.serve()
 			return true
 		case reqWaitRead:
 			q.waitRead.remove(r)

@@ -59,11 +59,18 @@
 // does not take its data leaves room for others, and is cut off when an RDMA Read
 // or a response of it is unfinished for Config.TransferTimeout.
 //
+// An iWARP adapter shows the peer the key of the memory that an RDMA Read puts data into, and the peer may write
+// there. On such a device each connection has data buffers and a protection domain of its own, so that nothing a
+// host learns opens what is another's (laneDevice.exposed); a part of its own commands' data is all it can spoil. The
+// software NIC makes up a key for each Read, InfiniBand and RoCE show none.
+//
 // Memory is bounded by Config: per worker BufferMemory (the admin worker has
 // 16 MiB); per queue its depth times (64 + InCapsule) bytes of receive buffers,
 // which an operating system without RDMA hardware provides only as they are used,
 // and about 1 KiB per entry of depth for requests and work requests; at most
-// MaxQueues queues, of which at most MaxPending have not completed a Connect.
+// MaxQueues queues, of which at most MaxPending have not completed a Connect. On iWARP adapters each
+// queue has up to 64 KiB of data buffers per entry of depth besides (at least 2 × MaxIO, at most
+// BufferMemory), and the workers' are not used.
 //
 // # An association
 //

@@ -18,8 +18,8 @@ const (
 )
 
 // cap is the CAP property: only the NVM command set, 4 KiB pages.
-func (t *Target) cap() protocol.CAP {
-	return protocol.CAP(0).WithMQES(uint16(t.cfg.QueueDepth - 1)).WithCQR(true).WithTO(readyTimeout).WithCSS(protocol.CSSNVM)
+func (c *controller) cap() protocol.CAP {
+	return protocol.CAP(0).WithMQES(uint16(c.queueDepth() - 1)).WithCQR(true).WithTO(readyTimeout).WithCSS(protocol.CSSNVM)
 }
 
 func checkConnect(r *request) protocol.Status {
@@ -96,7 +96,7 @@ func runPropertyGet(r *request) {
 	var v uint64
 	switch p {
 	case protocol.PropertyCAP:
-		v = uint64(c.t.cap())
+		v = uint64(c.cap())
 	case protocol.PropertyVS:
 		v = uint64(version)
 	case protocol.PropertyCC:

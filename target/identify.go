@@ -180,7 +180,7 @@ func (c *controller) identifyController(b []byte) []byte {
 		LPA:  protocol.LPAEffects | protocol.LPAExtended,
 		ELPE: errorLogSize - 1,
 		KAS:  uint16(kasUnit.Milliseconds() / 100),
-		SQES: 0x66, CQES: 0x44, MAXCMD: uint16(cfg.QueueDepth), NN: MaxNamespaces,
+		SQES: 0x66, CQES: 0x44, MAXCMD: uint16(c.queueDepth()), NN: MaxNamespaces,
 		NWPC: 0, MSDBD: 1, OFCS: protocol.OFCSDisconnect, SUBNQN: c.sub.nqn,
 	}
 	d.SetInCapsuleSize(uint32(cfg.InCapsule))

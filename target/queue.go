@@ -51,6 +51,12 @@ type queue struct {
 	inline   bool
 	sendInv  bool
 
+	// The data buffers: the lane's, or the connection's own, see laneDevice.exposed.
+	pool   *pool
+	pd     rdma.PD
+	bufMR  rdma.MR // of the connection's own
+	bufKey uint32
+
 	// Registered memory: commands, responses, in-capsule data.
 	mem  *arena.Arena
 	mr   rdma.MR
@@ -124,12 +130,12 @@ func (e *endTask) Run() {
 
 // newQueue makes everything that a connection needs, up to posted receives. It
 // blocks for registration. On error everything is released but conn.
-func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RDMAConnectRequest) (q *queue, err error) {
+func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RDMAConnectRequest) (_ *queue, err error) {
 	d, err := l.device(conn.Device())
 	if err != nil {
 		return nil, err
 	}
-	q = &queue{
+	q := &queue{
 		t: t, lane: l, ln: ln, conn: conn, dev: d, remote: conn.RemoteAddr(), local: conn.LocalAddr(), born: time.Now(),
 		qid: req.QID, depth: req.Depth(), hsqsize: req.HSQSIZE, inCapsule: t.cfg.InCapsule,
 		gone: make(chan struct{}), flowControl: true, sqSize: uint16(req.Depth()),
@@ -162,8 +168,12 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 	q.sendInv = d.info.SendInv && !t.cfg.NoSendInvalidate
 
 	q.ctx, q.cancel = timeout.With(context.Background(), t.cfg.AcceptTimeout, "accept_timeout")
-	if err := q.register(ring); err != nil {
+	if err = q.buffers(); err == nil {
+		err = q.register(ring)
+	}
+	if err != nil {
 		q.cancel()
+		q.unregister()
 		return nil, err
 	}
 	defer func() {
@@ -175,8 +185,7 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 			if q.cq != nil {
 				q.cq.Close()
 			}
-			q.mr.Deregister()
-			q.mem.Close()
+			q.unregister()
 		}
 	}()
 	// Every receive and every send, signalled or flushed, has its place: no overrun.
@@ -190,7 +199,7 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 	if q.inline {
 		cfg.MaxInline = protocol.CompletionSize
 	}
-	if q.qp, err = conn.CreateQP(d.pd, cfg); err != nil {
+	if q.qp, err = conn.CreateQP(q.pd, cfg); err != nil {
 		return nil, fmt.Errorf("create queue pair on %s: %w", d.info.Name, err)
 	}
 	if _, err = q.qp.PostRecv(q.recvWRs...); err != nil {
@@ -198,6 +207,46 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 	}
 	q.grow(firstRequests)
 	return q, nil
+}
+
+// buffers decides where the data of commands goes.
+func (q *queue) buffers() error {
+	l, d := q.lane, q.dev
+	if !d.exposed {
+		q.pool, q.pd, q.bufKey = &l.pool, d.pd, d.mr.LKey()
+		return nil
+	}
+	p := &pool{shares: map[*nsLane]*share{}}
+	if err := p.make(l, q.t.privateMemory(q.depth)); err != nil {
+		return err
+	}
+	pd, mr, err := l.registerPool(p, d.dev)
+	if err != nil {
+		p.arena.Close()
+		return err
+	}
+	q.pool, q.pd, q.bufMR, q.bufKey = p, pd, mr, mr.LKey()
+	l.private.Add(int64(p.size))
+	return nil
+}
+
+// unregister gives registered memory back. No queue pair uses it any more. It may block.
+func (q *queue) unregister() {
+	bad := func(what string, err error) {
+		if err != nil {
+			q.t.log.Error(what, "err", err)
+		}
+	}
+	if q.mr != nil {
+		bad("deregister receive buffers", q.mr.Deregister())
+		q.mem.Close()
+	}
+	if q.bufMR != nil {
+		bad("deregister buffers", q.bufMR.Deregister())
+		bad("close protection domain", q.pd.Close())
+		q.pool.arena.Close()
+		q.lane.private.Add(-int64(q.pool.size))
+	}
 }
 
 // register maps and registers the queue's own memory and prepares its receives.
@@ -213,7 +262,7 @@ func (q *queue) register(ring int) error {
 		return err
 	}
 	b := mem.Bytes()[:head+data]
-	mr, err := q.dev.pd.Register(b, rdma.AccessLocalWrite)
+	mr, err := q.pd.Register(b, rdma.AccessLocalWrite)
 	if err != nil {
 		mem.Close()
 		return fmt.Errorf("register %d bytes of receive buffers with %s: %w", len(b), q.dev.info.Name, err)
@@ -356,7 +405,7 @@ func (q *queue) close(reason error) {
 	q.sweeping = true
 	for _, r := range q.requests { // first, so that no buffer that comes back goes to one of them
 		if r.state == reqWaitBuffer {
-			q.lane.unwait(r)
+			q.pool.unwait(r)
 			q.release(r)
 		}
 	}
@@ -367,7 +416,7 @@ func (q *queue) close(reason error) {
 		}
 	}
 	q.sweeping = false
-	q.lane.serve()
+	q.pool.serve()
 	q.t.logQueueEnd(q, wasLive)
 	if q.ctrl != nil {
 		q.ctrl.queueClosing(q)
@@ -392,10 +441,7 @@ func (q *queue) closed() {
 		q.t.log.Error("close completion queue", "err", err)
 	}
 	go func() {
-		if err := q.mr.Deregister(); err != nil {
-			q.t.log.Error("deregister receive buffers", "err", err)
-		}
-		q.mem.Close()
+		q.unregister()
 		q.conn.Close()
 		q.t.queueGone(q)
 	}()

@@ -224,7 +224,7 @@ func (q *queue) transfer(r *request) {
 		}
 	}
 	if n := r.bufferLen(); n > 0 {
-		if !q.lane.alloc(r, n) {
+		if !q.pool.alloc(r, n) {
 			return
 		}
 	}
@@ -272,7 +272,7 @@ func (q *queue) postRead(r *request) {
 	q.reads++
 	q.lane.stats.readBytes.Add(uint64(r.xfer))
 	q.post(r, sendRead, rdma.SendWR{Op: rdma.OpRead, Flags: rdma.FlagSignaled, RemoteAddr: r.sgl.Addr, RKey: r.sgl.Key},
-		rdma.SGE{Addr: arena.Addr(r.data), Len: r.xfer, LKey: q.dev.mr.LKey()})
+		rdma.SGE{Addr: arena.Addr(r.data), Len: r.xfer, LKey: q.bufKey})
 }
 
 // respond answers r, or drops the answer if the connection is gone.
@@ -313,7 +313,7 @@ func (q *queue) postResponse(r *request) {
 	if r.out > 0 {
 		q.lane.stats.writeBytes.Add(uint64(r.out))
 		q.post(r, sendWrite, rdma.SendWR{Op: rdma.OpWrite, RemoteAddr: r.sgl.Addr, RKey: r.sgl.Key},
-			rdma.SGE{Addr: arena.Addr(r.data), Len: r.out, LKey: q.dev.mr.LKey()})
+			rdma.SGE{Addr: arena.Addr(r.data), Len: r.out, LKey: q.bufKey})
 	}
 	if q.flowControl {
 		if q.sqhd++; q.sqhd >= q.sqSize {
@@ -374,7 +374,7 @@ func (q *queue) release(r *request) {
 	q.active--
 	q.free.push(r)
 	if buf != nil {
-		q.lane.free(buf, shares)
+		q.pool.free(buf, shares)
 	}
 	if q.state == queueClosing && q.executing == 0 {
 		q.closed()

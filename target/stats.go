@@ -157,7 +157,7 @@ func (l *lane) snapshot() WorkerStats {
 	st := &l.stats
 	return WorkerStats{
 		Name: l.w.Name(), Queues: int(l.load.Load()), Loop: l.w.Stats(),
-		BufferSize: int64(l.size), BufferInUse: st.inUse.Load(), BufferPeak: st.peak.Load(),
+		BufferSize: int64(l.size) + l.private.Load(), BufferInUse: st.inUse.Load(), BufferPeak: st.peak.Load(),
 		WaitingBuffer: st.waitingNow.Load(),
 		WaitBuffer:    st.waitBuffer.Load(), WaitRead: st.waitRead.Load(), WaitSend: st.waitSend.Load(), WaitContext: st.waitContext.Load(),
 		Commands: st.commands.Load(), Responses: st.responses.Load(),

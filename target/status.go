@@ -142,7 +142,7 @@ func (t *Target) Status() Status {
 			}
 			answer <- list
 		}))
-		ws := WorkerStatus{Name: l.w.Name(), Queues: int(l.load.Load()), BufferBytes: int64(l.size),
+		ws := WorkerStatus{Name: l.w.Name(), Queues: int(l.load.Load()), BufferBytes: int64(l.size) + l.private.Load(),
 			BufferInUse: l.stats.inUse.Load(), WaitingBuffer: l.stats.waitingNow.Load()}
 		if err == nil {
 			timeout := time.NewTimer(statusTimeout)

@@ -178,6 +178,23 @@ func interop(t *testing.T, name string, programs ...string) {
 	Run(t, c)
 }
 
+// rdtarget and rdinit over RDMA devices, and with the software NIC on either side of siw.
+func TestVerbsEndToEnd(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	target, attach := Build(t, "rdblk/cmd/rdtarget"), Build(t, "rdblk/cmd/rdinit")
+	for kind, pairs := range map[string][]string{
+		"rxe": {"verbs:verbs"},
+		"siw": {"verbs:verbs", "verbs:iwarp", "iwarp:verbs"},
+	} {
+		t.Run(kind, func(t *testing.T) {
+			Run(t, Config{Program: filepath.Join(Dir(), "guest", "verbs-e2e.sh"), Args: append([]string{target, attach, kind}, pairs...),
+				Show: []string{filepath.Dir(target), filepath.Dir(attach)}, Timeout: 10 * time.Minute})
+		})
+	}
+}
+
 // Two machines on a wire: CRC in use, small segments, both directions.
 func TestWire(t *testing.T) {
 	if testing.Short() {

@@ -1,9 +1,10 @@
 #!/bin/bash
 # rdtarget and rdinit over a verbs device of this machine, or one of them in software (siw only, one wire):
 # NBD clients verify what they write, small and large, and the target is killed and comes back under load.
-# Arguments: the rdtarget and the rdinit program, rxe or siw, rdtarget's and rdinit's provider.
+# Arguments: the rdtarget and the rdinit program, rxe or siw, and pairs of rdtarget's and rdinit's provider (verbs:iwarp).
 . "$VM_REPO/test/vm/lib.sh"
-rdtarget=$1 rdinit=$2 kind=$3 at_target=$4 at_init=$5
+rdtarget=$1 rdinit=$2 kind=$3
+shift 3
 "${kind}_up"
 case $kind in rxe) addr=$RXE ;; siw) addr=$SIW ;; esac
 nqn=nqn.2026-11.io.rdblk:vm sock=/run/rdblk.sock
@@ -17,14 +18,15 @@ said() {
 	tail -n 150 "$VM_OUT/rdtarget.txt"; tail -n 150 "$VM_OUT/rdinit.txt"; dmesg | tail -30
 }
 trap said EXIT
-truncate -s 256m /run/disk.img
-serve() {
-	"$rdtarget" serve --provider $at_target --listen $addr:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-	wait_for 60 grep -q '^rdtarget: serving' "$VM_OUT/serving.txt"
+serve() { # ADDR
+	rm -f "$VM_OUT/serving.txt"
+	"$rdtarget" serve --provider $at_target --listen "${1-$addr}:4420" --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
+	wait_for 60 grep -qs '^rdtarget: serving' "$VM_OUT/serving.txt"
 }
-attach() {
+attach() { # [OPTION...]: to $addr
+	rm -f "$VM_OUT/attached.txt"
 	"$rdinit" attach $addr:4420 --provider $at_init --socket $sock --queues 2 --nqn $nqn "$@" >"$VM_OUT/attached.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
-	wait_for 60 grep -q '^rdinit: attached' "$VM_OUT/attached.txt"
+	wait_for 60 grep -qs '^rdinit: attached' "$VM_OUT/attached.txt"
 }
 detach() { "$rdinit" detach $sock >/dev/null; wait $client; }
 nbd=(ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0)
@@ -34,35 +36,62 @@ import json, sys
 d = {p['name']: p for p in json.load(sys.stdin)['providers']}
 assert [x for x in d['verbs']['devices'] if x['name'] == '${kind}0' and '$addr' in x['addresses'] and x['max_qp_wr'] > 0], d
 assert not d['verbs']['missing'], d['verbs']['missing']"
-serve
-cat "$VM_OUT/serving.txt"
-"$rdinit" discover --provider $at_init $addr:4420 | grep $nqn
-attach
-cat "$VM_OUT/attached.txt"
-grep -qF "($(via $at_init))" "$VM_OUT/attached.txt"
-"$rdinit" list
-"$rdtarget" status
-"$rdtarget" status | grep -F "connected" | grep -qF "($(via $at_target))"
-dd if=/dev/urandom of=/run/data bs=1M count=8 status=none
-nbdcopy /run/data "nbd+unix:///?socket=$sock"
-cmp -n 8388608 /run/data /run/disk.img
-note "data is in the target's file"
-fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=24m offset_increment=32m
-note "fio verify, 4 jobs, depth 32, 4k-1m done"
-fio_verify '' "${nbd[@]}" size=24m bsrange=32k-32k rate_iops=80 & load=$!
-sleep 4
-kill -0 $load
-kill -9 $server; wait $server || true
-note "rdtarget killed under load"
-sleep 2
-serve
 gone() { ! kill -0 $1; }
-wait_for 80 gone $load
-wait $load
-"$rdinit" status | grep -E 'state +live'
-"$rdinit" status | grep -E 'reconnects +[1-9]'
-note "verify clean over the restart"
-detach
+for pair; do
+	at_target=${pair%:*} at_init=${pair#*:}
+	truncate -s 256m /run/disk.img
+	serve
+	cat "$VM_OUT/serving.txt"
+	"$rdinit" discover --provider $at_init $addr:4420 | grep $nqn
+	attach
+	cat "$VM_OUT/attached.txt"
+	grep -qF "($(via $at_init))" "$VM_OUT/attached.txt"
+	"$rdinit" list
+	"$rdtarget" status
+	"$rdtarget" status | grep -F "connected" | grep -qF "($(via $at_target))"
+	dd if=/dev/urandom of=/run/data bs=1M count=8 status=none
+	nbdcopy /run/data "nbd+unix:///?socket=$sock"
+	cmp -n 8388608 /run/data /run/disk.img
+	note "data is in the target's file"
+	fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=24m offset_increment=32m
+	note "fio verify, 4 jobs, depth 32, 4k-1m done"
+	fio_verify '' "${nbd[@]}" size=24m bsrange=32k-32k rate_iops=80 & load=$!
+	sleep 4
+	kill -0 $load
+	kill -9 $server; wait $server || true
+	note "rdtarget killed under load"
+	sleep 2
+	serve
+	wait_for 80 gone $load
+	wait $load
+	"$rdinit" status | grep -E 'state +live'
+	"$rdinit" status | grep -E 'reconnects +[1-9]'
+	note "verify clean over the restart"
+	detach
+	kill $server
+	wait $server
+	rm /run/disk.img
+	note "rdtarget $at_target, rdinit $at_init over ${kind}0: done"
+done
+# A wildcard address: with both providers on one port, and each host takes the one that suits its way.
+at_target=auto at_init=auto
+truncate -s 64m /run/disk.img
+serve ''
+cat "$VM_OUT/serving.txt"
+own=$addr
+reach() { # ADDR PROVIDER WHAT-IS-TO-BE-SHOWN
+	addr=$1 at_init=$2
+	attach
+	grep -qF "at $1:4420 ($3)" "$VM_OUT/attached.txt" || die "attached: $(cat "$VM_OUT/attached.txt")"
+	head -c 1048576 /dev/urandom >/run/data
+	nbdcopy /run/data "nbd+unix:///?socket=$sock"
+	detach
+	cmp -n 1048576 /run/data /run/disk.img
+}
+reach 127.0.0.1 auto iwarp
+reach $own auto "verbs ${kind}0"
+reach $own iwarp iwarp
+note "wildcard done"
 kill $server
 wait $server
 kernel_clean

@@ -1,0 +1,207 @@
+package target
+
+import (
+	"bytes"
+	"errors"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"rdblk/internal/arena"
+	"rdblk/protocol"
+	"rdblk/rdma"
+	"rdblk/rdma/iwarp"
+)
+
+// adapter is a software NIC that says of itself what an adapter would, and fails like one.
+type adapter struct {
+	*iwarp.Provider
+	dev *adapterDevice
+}
+
+type adapterDevice struct {
+	rdma.Device
+	change  func(*rdma.DeviceInfo)
+	failCQ  error
+	regions []int // bytes registered, in order
+}
+
+type adapterListener struct {
+	rdma.Listener
+	a *adapter
+}
+
+type adapterConn struct {
+	rdma.Conn
+	dev *adapterDevice
+}
+
+type adapterPD struct {
+	rdma.PD
+	dev *adapterDevice
+}
+
+func newAdapter(nic *iwarp.Provider, change func(*rdma.DeviceInfo)) *adapter {
+	return &adapter{nic, &adapterDevice{Device: nic.Device(), change: change}}
+}
+
+func (a *adapter) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.Listener, error) {
+	l, err := a.Provider.Listen(addr, cfg)
+	return &adapterListener{l, a}, err
+}
+
+func (l *adapterListener) Accept() (rdma.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &adapterConn{c, l.a.dev}, nil
+}
+
+func (c *adapterConn) Device() rdma.Device { return c.dev }
+
+func (c *adapterConn) CreateQP(pd rdma.PD, cfg rdma.QPConfig) (rdma.QP, error) {
+	return c.Conn.CreateQP(pd.(*adapterPD).PD, cfg)
+}
+
+func (d *adapterDevice) Info() rdma.DeviceInfo {
+	i := d.Device.Info()
+	d.change(&i)
+	return i
+}
+
+func (d *adapterDevice) AllocPD() (rdma.PD, error) {
+	pd, err := d.Device.AllocPD()
+	return &adapterPD{pd, d}, err
+}
+
+func (d *adapterDevice) CreateCQ(n int) (rdma.CQ, error) {
+	if d.failCQ != nil {
+		return nil, d.failCQ
+	}
+	return d.Device.CreateCQ(n)
+}
+
+func (p *adapterPD) Register(mem []byte, access rdma.Access) (rdma.MR, error) {
+	p.dev.regions = append(p.dev.regions, len(mem))
+	return p.PD.Register(mem, access)
+}
+
+func (r *rig) listenOn(a *adapter) {
+	r.t.Helper()
+	var err error
+	if r.addr, err = r.tgt.Listen(a, netip.MustParseAddrPort("127.0.0.1:0")); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// On a device that shows its peer the keys of Read sinks each connection has buffers and a protection domain of its
+// own: what one host knows opens nothing of another's.
+func TestConnectionsOfAnExposedDeviceShareNothing(t *testing.T) {
+	dev := memDevice(t, 64<<20)
+	r := newRig(t, Config{Workers: 1, MaxIO: 1 << 20, BufferMemory: 64 << 20}, dev, memDevice(t, 1<<20))
+	a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = true })
+	r.listenOn(a)
+	one, two := r.attach(sessionOptions{queues: 1}), r.attach(sessionOptions{queues: 1})
+	if slices.Contains(a.dev.regions, 64<<20) {
+		t.Error("the buffers of the whole worker were registered")
+	}
+	l := r.tgt.lanes[0]
+	var queues []*queue
+	if err := l.w.Call(func() {
+		for q := range l.queues {
+			queues = append(queues, q)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if len(queues) != 2 || queues[0].pool == queues[1].pool || queues[0].pool == &l.pool || queues[0].pd == queues[1].pd {
+		t.Fatalf("%d queues, buffers or domains are shared", len(queues))
+	}
+	if n := r.tgt.Stats().Workers[0].BufferSize; n != 64<<20+2*int64(queues[0].pool.size) {
+		t.Errorf("the worker's buffers are said to be %d bytes", n)
+	}
+	// More at a time than the connection's buffers hold: some wait, all are done.
+	q := one.io[0]
+	const n = 1 << 20
+	fill(q.data[:n], 9)
+	var cids []uint16
+	for i := range 20 {
+		c := q.rw(protocol.OpWrite, uint64(i)*n/512, n, 0, 0)
+		cids = append(cids, c.ID())
+		q.send(c, nil)
+	}
+	for _, id := range cids {
+		if ans, err := q.take(id); err != nil || !ans.Status().OK() {
+			t.Fatalf("%v, %v", ans.Status(), err)
+		}
+	}
+	if r.tgt.Stats().Workers[0].WaitBuffer == 0 {
+		t.Error("nothing had to wait")
+	}
+	got := make([]byte, n)
+	if err := dev.ReadAt(got, 19*n); err != nil || !bytes.Equal(got, q.data[:n]) {
+		t.Fatalf("written data is wrong: %v", err)
+	}
+	clear(two.io[0].data[:n])
+	two.io[0].ok(two.io[0].rw(protocol.OpRead, 0, n, 0, 0))
+	if !bytes.Equal(two.io[0].data[:n], got) {
+		t.Error("read data is wrong")
+	}
+	// The second host has the first one's key, as its Read Requests showed it.
+	victim := queues[0]
+	if victim.remote != q.conn.LocalAddr() {
+		victim = queues[1]
+	}
+	before := bytes.Clone(victim.pool.arena.Bytes())
+	bad := two.io[0]
+	fill(bad.data[:4096], 77)
+	bad.post(rdma.SendWR{Op: rdma.OpWrite, RemoteAddr: victim.bufMR.Addr(), RKey: victim.bufMR.RKey(),
+		SGL: []rdma.SGE{{Addr: arena.Addr(bad.data), Len: 4096, LKey: bad.mr.LKey()}}})
+	bad.awaitEnd()
+	if !bytes.Equal(victim.pool.arena.Bytes(), before) {
+		t.Error("one host wrote into another's buffers")
+	}
+	q.ok(q.rw(protocol.OpRead, 0, n, 0, 0))
+	if !bytes.Equal(q.data[:n], got) {
+		t.Error("the first host's data is wrong")
+	}
+}
+
+// A device that has nothing left costs the host its connection, and the target nothing.
+func TestDeviceOutOfResources(t *testing.T) {
+	for _, autonomous := range []bool{false, true} {
+		r := newRig(t, Config{Workers: 1}, memDevice(t, 1<<20))
+		a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = autonomous })
+		r.listenOn(a)
+		a.dev.failCQ = errors.New("no more completion queues")
+		var rej *rdma.RejectError
+		if _, err := r.dial(0, dialOptions{}); !errors.As(err, &rej) {
+			t.Errorf("%v", err)
+		}
+		a.dev.failCQ = nil
+		s := r.attach(sessionOptions{queues: 1})
+		s.io[0].ok(s.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
+	}
+}
+
+// Hosts are offered queues that the device can do.
+func TestQueueDepthOfADevice(t *testing.T) {
+	r := newRig(t, Config{Workers: 1}, memDevice(t, 1<<20))
+	a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.MaxQPWR = 48; i.MaxCQE = 1000; i.MaxReadDepth = 4 })
+	r.listenOn(a)
+	s := r.attach(sessionOptions{queues: 1, depth: 48})
+	if c := protocol.CAP(s.get(protocol.PropertyCAP)); c.MQES() != 47 {
+		t.Errorf("MQES is %d", c.MQES())
+	}
+	q := s.io[0]
+	for i := range 3 {
+		q.ok(q.rw(protocol.OpWrite, 0, 64<<10, i*4096, 0))
+		q.ok(q.rw(protocol.OpRead, 0, 64<<10, i*4096, 0))
+	}
+	for _, st := range r.tgt.Status().Queues {
+		if st.ReadDepth > 4 {
+			t.Errorf("read depth %d", st.ReadDepth)
+		}
+	}
+}

@@ -1,6 +1,7 @@
 package target
 
 import (
+	"strings"
 	"sync/atomic"
 
 	"rdblk/blockdev"
@@ -105,8 +106,10 @@ func (t *Target) Stats() Stats {
 		Fenced: t.stats.fenced.Load(), Events: t.stats.events.Load(), Rejected: map[string]uint64{},
 	}
 	for i := range t.stats.rejects {
-		if n := t.stats.rejects[i].Load(); n > 0 {
-			s.Rejected[protocol.RejectStatus(i).String()] = n
+		// Reasons that the protocol has are there from the start.
+		name, n := protocol.RejectStatus(i).String(), t.stats.rejects[i].Load()
+		if n > 0 || !strings.HasPrefix(name, "RejectStatus(") {
+			s.Rejected[name] = n
 		}
 	}
 	t.mu.Lock()

@@ -166,3 +166,38 @@ func TestTimeoutsSayWhoseTheyAre(t *testing.T) {
 		t.Errorf("only %d files", n)
 	}
 }
+
+// The units start commands that there are, with settings that there are, and tell systemd no shorter times than the
+// programs take.
+func TestUnitsStartCommandsThatExist(t *testing.T) {
+	files, err := filepath.Glob("../configs/*.service")
+	if err != nil || len(files) != 2 {
+		t.Fatalf("%v, %v", files, err)
+	}
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := regexp.MustCompile(`(?m)^ExecStart=/usr/local/bin/(rdtarget|rdinit) ([a-z]+) (.*)$`).FindStringSubmatch(string(b))
+		if m == nil {
+			t.Errorf("%s starts nothing", f)
+			continue
+		}
+		help, err := os.ReadFile("../cmd/" + m[1] + "/testdata/help-" + m[2] + ".txt")
+		if err != nil {
+			t.Errorf("%s: %v", f, err)
+			continue
+		}
+		for _, flag := range regexp.MustCompile(`--[a-z-]+`).FindAllString(m[3], -1) {
+			if !strings.Contains(string(help), flag+" ") {
+				t.Errorf("%s: %s %s has no flag %s", f, m[1], m[2], flag)
+			}
+		}
+		for _, line := range []string{"Type=notify", "RestartPreventExitStatus=2", "RuntimeDirectoryPreserve=yes", "TimeoutStopSec=20"} {
+			if !strings.Contains(string(b), "\n"+line+"\n") {
+				t.Errorf("%s lacks %s", f, line)
+			}
+		}
+	}
+}

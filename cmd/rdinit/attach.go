@@ -556,6 +556,14 @@ func namespaceOf(st initiator.Status, nsid uint32) initiator.NamespaceStatus {
 	return initiator.NamespaceStatus{}
 }
 
+// state is the session's, or detaching: the words of status, list and metrics.
+func (a *attachment) state(st initiator.Status) string {
+	if a.detaching.Load() || st.State >= initiator.StateClosing {
+		return "detaching"
+	}
+	return st.State.String()
+}
+
 func (a *attachment) report() report {
 	st := a.session.Status()
 	stats := a.session.Stats()
@@ -563,14 +571,11 @@ func (a *attachment) report() report {
 	x := a.nbd.Stats().Exports[0]
 	p := report{
 		Name: a.entry.Name, PID: os.Getpid(), Version: version.String(), StartedAt: a.started,
-		State: st.State.String(), NQN: a.nqn, NSID: a.dev.NSID(), Address: st.Addr, Provider: st.Provider, RDMADevice: st.RDMADevice, HostNQN: st.HostNQN,
+		State: a.state(st), NQN: a.nqn, NSID: a.dev.NSID(), Address: st.Addr, Provider: st.Provider, RDMADevice: st.RDMADevice, HostNQN: st.HostNQN,
 		Size: info.Size, BlockSize: info.BlockSize, ReadOnly: info.ReadOnly,
 		Device: a.devicePath(), Socket: a.socket, URI: a.uri(), Queues: len(st.Queues), Depth: st.Depth,
 		Clients: x.Connections, Requests: st.Requests, InFlight: st.Sent, Waiting: st.Waiting,
 		Reconnects: st.Reconnects, FailedAttempts: st.FailedAttempts, Namespaces: append([]initiator.NamespaceInfo{}, a.session.Namespaces()...),
-	}
-	if a.detaching.Load() {
-		p.State = "detaching"
 	}
 	if st.State != initiator.StateLive {
 		p.LastError = st.LastError

@@ -25,6 +25,6 @@ func TestGuideNamesMetricsAndStatus(t *testing.T) {
 		t.Fatal(err)
 	}
 	// The NIC's are listed once, under the other program's prefix.
-	clitest.CheckMetricsNamed(t, "../../docs/operating.md", strings.ReplaceAll(string(metrics), "rdinit_rdma_", "rdtarget_rdma_"))
+	clitest.CheckMetricsNamed(t, "../../docs/operating.md", "rdinit_", strings.ReplaceAll(string(metrics), "rdinit_rdma_", "rdtarget_rdma_"))
 	clitest.CheckFieldsNamed(t, "../../docs/operating.md", reflect.TypeFor[report]())
 }

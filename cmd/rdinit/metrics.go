@@ -4,7 +4,6 @@ import (
 	"strconv"
 
 	"rdblk/blockdev"
-	"rdblk/initiator"
 	"rdblk/internal/metrics"
 	"rdblk/nbd"
 )
@@ -55,8 +54,9 @@ func (a *attachment) collect(s metrics.Sink) {
 	st, stats := a.session.Status(), a.session.Stats()
 	s.Put(mStart, float64(a.started.UnixMilli())/1e3)
 	s.Put(mInfo, 1, a.entry.Name, a.nqn, strconv.FormatUint(uint64(a.dev.NSID()), 10), st.Addr, st.Provider, st.RDMADevice)
-	for state := initiator.StateLive; state <= initiator.StateClosed; state++ {
-		s.Put(mState, metrics.Bool(st.State == state), state.String())
+	now := a.state(st)
+	for _, state := range []string{"live", "reconnecting", "lost", "detaching"} {
+		s.Put(mState, metrics.Bool(now == state), state)
 	}
 	s.Put(mSize, float64(a.dev.Info().Size))
 	for _, n := range st.Namespaces {

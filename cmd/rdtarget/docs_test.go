@@ -21,6 +21,6 @@ func TestGuideNamesMetricsAndStatus(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	clitest.CheckMetricsNamed(t, "../../docs/operating.md", string(metrics))
+	clitest.CheckMetricsNamed(t, "../../docs/operating.md", "rdtarget_", string(metrics))
 	clitest.CheckFieldsNamed(t, "../../docs/operating.md", reflect.TypeFor[report]())
 }

@@ -70,8 +70,14 @@ func (sv *server) collect(s metrics.Sink) {
 	s.Put(mCtrls, float64(st.DiscoveryControllers), "discovery")
 	s.Put(mConns, float64(st.Queues))
 	s.Put(mPending, float64(st.Pending))
+	soft := sv.provider.Software().Device().Info()
+	softSeen := false
 	for _, d := range st.Devices {
 		s.Put(mDevices, float64(d.Queues), d.Provider, d.Device)
+		softSeen = softSeen || d.Device == soft.Name
+	}
+	if !softSeen { // there with 0 before its first connection
+		s.Put(mDevices, 0, "iwarp", soft.Name)
 	}
 	s.Put(mConnsTotal, float64(st.Connections))
 	for reason, n := range st.Rejected { // the protocol's reject reasons

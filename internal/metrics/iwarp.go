@@ -56,11 +56,23 @@ func (f *Fabric) Collect(s Sink, st iwarp.Stats) {
 		s.Put(f.messages, float64(n), op)
 	}
 	s.Put(f.stalls, float64(st.ReadStalls))
-	for _, t := range st.Terminates { // at most one for each of the few errors that the protocol defines
+	counts := map[[2]string]uint64{} // those that the protocol defines are there from the start
+	for _, c := range iwarp.TerminateCodes() {
+		counts[[2]string{"sent", terminateError(c[0], c[1], c[2])}] = 0
+		counts[[2]string{"received", terminateError(c[0], c[1], c[2])}] = 0
+	}
+	for _, t := range st.Terminates { // at most one for each of the few errors that there can be
 		dir := "received"
 		if t.Sent {
 			dir = "sent"
 		}
-		s.Put(f.terminates, float64(t.Count), dir, strconv.Itoa(int(t.Layer))+"/"+strconv.Itoa(int(t.Type))+"/"+strconv.Itoa(int(t.Code)))
+		counts[[2]string{dir, terminateError(t.Layer, t.Type, t.Code)}] += t.Count
 	}
+	for k, n := range counts {
+		s.Put(f.terminates, float64(n), k[0], k[1])
+	}
+}
+
+func terminateError(layer, etype, code uint8) string {
+	return strconv.Itoa(int(layer)) + "/" + strconv.Itoa(int(etype)) + "/" + strconv.Itoa(int(code))
 }

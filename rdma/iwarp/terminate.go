@@ -3,6 +3,8 @@ package iwarp
 import (
 	"encoding/binary"
 	"fmt"
+	"maps"
+	"slices"
 
 	"rdblk/rdma"
 )
@@ -148,21 +150,29 @@ func (e *TerminateError) Error() string {
 // Is makes a Terminate match rdma.ErrProtocol.
 func (e *TerminateError) Is(target error) bool { return target == rdma.ErrProtocol }
 
+// termNames are the errors that RFC 5040, 5041 and 5044 define, by layer, type and code.
+var termNames = map[[3]uint8]string{
+	{0, 1, 0}: "invalid STag of a Read or Atomic", {0, 1, 1}: "base or bounds violation", {0, 1, 2}: "access rights violation",
+	{0, 1, 3}: "STag not associated with this connection", {0, 1, 4}: "tagged offset wraps", {0, 1, 9}: "STag cannot be invalidated",
+	{0, 2, 5}: "invalid RDMAP version", {0, 2, 6}: "unexpected opcode", {0, 2, 7}: "catastrophic error of the stream",
+	{0, 2, 8}: "catastrophic error", {0, 2, 9}: "STag cannot be invalidated",
+	{1, 1, 0}: "invalid STag", {1, 1, 1}: "base or bounds violation", {1, 1, 2}: "STag not associated with this connection",
+	{1, 1, 3}: "tagged offset wraps", {1, 1, 4}: "invalid DDP version",
+	{1, 2, 1}: "invalid queue number", {1, 2, 2}: "no receive buffer posted", {1, 2, 3}: "message sequence number out of range",
+	{1, 2, 4}: "invalid message offset", {1, 2, 5}: "message too long for the receive buffer", {1, 2, 6}: "invalid DDP version",
+	{2, 0, 1}: "TCP connection lost", {2, 0, 2}: "CRC error", {2, 0, 3}: "invalid FPDU length", {2, 0, 4}: "invalid MPA start-up frame",
+	{2, 0, 5}: "local catastrophic error", {2, 0, 6}: "insufficient inbound read depth", {2, 0, 7}: "no common ready-to-receive message",
+}
+
+// TerminateCodes lists the errors that a Terminate message can name, as layer, type and
+// code, in order.
+func TerminateCodes() [][3]uint8 {
+	return slices.SortedFunc(maps.Keys(termNames), func(a, b [3]uint8) int { return slices.Compare(a[:], b[:]) })
+}
+
 func termText(layer, etype, code uint8) string {
-	names := map[[3]uint8]string{
-		{0, 1, 0}: "invalid STag of a Read or Atomic", {0, 1, 1}: "base or bounds violation", {0, 1, 2}: "access rights violation",
-		{0, 1, 3}: "STag not associated with this connection", {0, 1, 4}: "tagged offset wraps", {0, 1, 9}: "STag cannot be invalidated",
-		{0, 2, 5}: "invalid RDMAP version", {0, 2, 6}: "unexpected opcode", {0, 2, 7}: "catastrophic error of the stream",
-		{0, 2, 8}: "catastrophic error", {0, 2, 9}: "STag cannot be invalidated",
-		{1, 1, 0}: "invalid STag", {1, 1, 1}: "base or bounds violation", {1, 1, 2}: "STag not associated with this connection",
-		{1, 1, 3}: "tagged offset wraps", {1, 1, 4}: "invalid DDP version",
-		{1, 2, 1}: "invalid queue number", {1, 2, 2}: "no receive buffer posted", {1, 2, 3}: "message sequence number out of range",
-		{1, 2, 4}: "invalid message offset", {1, 2, 5}: "message too long for the receive buffer", {1, 2, 6}: "invalid DDP version",
-		{2, 0, 1}: "TCP connection lost", {2, 0, 2}: "CRC error", {2, 0, 3}: "invalid FPDU length", {2, 0, 4}: "invalid MPA start-up frame",
-		{2, 0, 5}: "local catastrophic error", {2, 0, 6}: "insufficient inbound read depth", {2, 0, 7}: "no common ready-to-receive message",
-	}
 	l := [...]string{"RDMAP", "DDP", "MPA"}
-	name, ok := names[[3]uint8{layer, etype, code}]
+	name, ok := termNames[[3]uint8{layer, etype, code}]
 	if !ok {
 		name = "unspecified error"
 		if etype == 0 && layer < 2 {

@@ -2,9 +2,11 @@ package clitest
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"reflect"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -61,19 +63,55 @@ func defaultText(v any) string {
 	return "`" + s + "`"
 }
 
-// CheckMetricsNamed tells which metrics of an exposition are not in the document.
-func CheckMetricsNamed(t testing.TB, doc, exposition string) {
+// CheckMetricsNamed tells which metrics of an exposition are not in the document, which of the document are
+// not there (prefix is that of the program), and which values of labels its table has wrong:
+//
+//	| `label` | `metric`, … | `value`, … |
+func CheckMetricsNamed(t testing.TB, doc, prefix, exposition string) {
 	t.Helper()
-	text := read(t, doc)
-	n := 0
+	_, text, ok := strings.Cut(read(t, doc), "\n## Metrics\n")
+	text, _, ok2 := strings.Cut(text, "\n## ")
+	if !ok || !ok2 {
+		t.Fatalf("%s has no section Metrics", doc)
+	}
+	there := map[string]bool{}
 	for _, m := range regexp.MustCompile(`(?m)^# TYPE (\S+) `).FindAllStringSubmatch(exposition, -1) {
-		n++
+		there[m[1]] = true
 		if !strings.Contains(text, "`"+m[1]+"`") {
 			t.Errorf("%s lacks the metric %s", doc, m[1])
 		}
 	}
-	if n == 0 {
+	if len(there) == 0 {
 		t.Error("there are no metrics")
+	}
+	for _, m := range regexp.MustCompile("`("+prefix+"[a-z0-9_]+)`").FindAllStringSubmatch(text, -1) {
+		if !there[m[1]] {
+			t.Errorf("%s: there is no metric %s", doc, m[1])
+		}
+	}
+	word := regexp.MustCompile("`([^`]+)`")
+	rows := 0
+	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z]+)` \\| ([^|]+) \\| ([^|]+) \\|$").FindAllStringSubmatch(text, -1) {
+		want := map[string]bool{}
+		for _, w := range word.FindAllStringSubmatch(m[3], -1) {
+			want[w[1]] = true
+		}
+		for _, name := range word.FindAllStringSubmatch(m[2], -1) {
+			if !there[name[1]] { // of the other program
+				continue
+			}
+			rows++
+			got := map[string]bool{}
+			for _, v := range regexp.MustCompile(`(?m)^`+name[1]+`(?:_count)?\{[^}]*\b`+m[1]+`="([^"]*)"`).FindAllStringSubmatch(exposition, -1) {
+				got[v[1]] = true
+			}
+			if !reflect.DeepEqual(got, want) {
+				t.Errorf("%s: %s of %s is said to be %v and is %v", doc, m[1], name[1], slices.Sorted(maps.Keys(want)), slices.Sorted(maps.Keys(got)))
+			}
+		}
+	}
+	if rows < 4 {
+		t.Errorf("%s says what the labels of %d metrics are", doc, rows)
 	}
 }
 

@@ -103,6 +103,9 @@ type Config struct {
 	// device and rounded up to a power of two. It bounds the data in flight, and one
 	// buffer is at most half of it. Default 64 MiB, MinBufferMemory … MaxBufferMemory.
 	BufferMemory int
+	// ResidentMemory is how much of BufferMemory is touched at the start, in bytes, so that it need not be
+	// found when memory is short. Default 0; more than BufferMemory is all of it.
+	ResidentMemory int
 	// MaxTransfer is the largest data transfer of one command in bytes; requests beyond
 	// it, or beyond the target's limit (MDTS), are split. Default 1 MiB.
 	MaxTransfer int
@@ -201,6 +204,7 @@ func (c Config) Validate() error {
 	}
 	bad.number("Queues", c.Queues, 1, MaxQueues)
 	bad.number("Depth", c.Depth, MinDepth, MaxDepth)
+	bad.number("ResidentMemory", c.ResidentMemory, 0, MaxBufferMemory)
 	bad.number("BufferMemory", c.BufferMemory, MinBufferMemory, MaxBufferMemory)
 	bad.number("MaxTransfer", c.MaxTransfer, 4096, protocol.MaxKeyedLength)
 	bad.duration("KeepAlive", c.KeepAlive, MinKeepAlive, time.Hour)

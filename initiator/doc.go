@@ -110,7 +110,7 @@
 // # Memory
 //
 // Per queue: Config.BufferMemory for Alloc, 4 MiB for the synchronous methods, both
-// address space until used (but pinned by RDMA hardware); about 100 bytes of control
+// address space until used (but pinned by RDMA hardware, and see Config.ResidentMemory); about 100 bytes of control
 // memory per entry and 64 KiB of zeros. Per request in the ledger about 300 bytes,
 // recycled.
 package initiator

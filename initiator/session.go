@@ -199,6 +199,7 @@ func (s *Session) makeQueues(n int) error {
 		}
 		var err error
 		if q.mem, err = arena.New(s.cfg.BufferMemory); err == nil {
+			q.mem.Populate(s.cfg.ResidentMemory)
 			if q.side, err = arena.New(sideMemory); err == nil {
 				q.w, err = worker.New(wc)
 			}

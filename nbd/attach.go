@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"maps"
 	"os"
@@ -38,7 +39,9 @@ import (
 // stay unread. Sockets on which replies lie for unreadAfter are parked as well; with new ones it has threads.
 //
 // After the death of this process the kernel keeps the device and its requests for
-// DeviceOptions.DeadTimeout. A new process that finds it takes it over in the same way.
+// DeviceOptions.DeadTimeout. A new process that finds it takes it over in the same way. If none comes,
+// requests fail: the first when it has waited so long, and those that were on a socket when
+// the process died 30 s later, since they wait for their timeout first.
 
 const (
 	// maxIndex bounds device numbers: the kernel has 20 bits of minor numbers.
@@ -46,9 +49,10 @@ const (
 	// maxSockets is more queues than anybody has.
 	maxSockets = 256
 
-	// kernelTimeout is the kernel's limit for a request: 0 is its default of 30 s, and leaves
-	// a device with a single socket alone.
-	kernelTimeout = 0
+	// kernelTimeout is the kernel's limit for a request, in seconds. It is the default; but 0, which means
+	// the same, would leave the requests on the only socket of a device alone for ever, also when
+	// nobody is left to answer them.
+	kernelTimeout = 30
 	parkAfter     = 20 * time.Second
 	unreadAfter   = 3 * time.Second
 	watchPeriod   = time.Second
@@ -180,6 +184,9 @@ func lockDevice(kern kernelNBD, device, dir, prefix string) (*DeviceLock, error)
 		l, err := lockIndex(kern, i, dir, "")
 		if err == nil {
 			return l, nil
+		}
+		if errors.Is(err, fs.ErrNotExist) && i > 0 {
+			return nil, fmt.Errorf("nbd: no free device: %w: all %d there are (load nbd with a larger nbds_max)", ErrDeviceInUse, i)
 		}
 		if !errors.Is(err, ErrDeviceInUse) {
 			return nil, fmt.Errorf("attach to %s: %w", devicePath(i), err)
@@ -365,9 +372,7 @@ func (s *Server) AttachDevice(l *DeviceLock, exportName string, o DeviceOptions)
 		o.Sockets = l.state.sockets
 	}
 	if l.kern.method() == "ioctl" {
-		// Sockets that cannot be replaced must not be given up, and with a timeout of 0 the
-		// kernel does not, if there is only one.
-		o.Sockets, o.parkAfter = 1, maxDeadTimeout
+		o.Sockets, o.parkAfter = 1, maxDeadTimeout // see binding
 	}
 	k := &KernelDevice{
 		log: o.Logger, lock: l, kern: l.kern, srv: s, exp: x, opt: o, took: l.Orphan != "",
@@ -397,11 +402,17 @@ func (s *Server) AttachDevice(l *DeviceLock, exportName string, o DeviceOptions)
 // binding is what the kernel is to know of the device.
 func (k *KernelDevice) binding() *binding {
 	in := k.exp.dev.Info()
-	return &binding{
+	b := &binding{
 		index: k.lock.index, size: uint64(in.Size), blockSize: uint64(in.BlockSize),
 		timeout: kernelTimeout, deadConn: uint64(k.opt.DeadTimeout / time.Second),
 		serverFlags: transmissionFlags(&in, false), backend: k.opt.Identifier,
 	}
+	if k.kern.method() == "ioctl" {
+		// Sockets that cannot be replaced must not be given up. With 0 the kernel does
+		// not, if there is only one.
+		b.timeout = 0
+	}
+	return b
 }
 
 // bind makes the connections and hands their other ends to the kernel.
@@ -701,6 +712,26 @@ func (k *KernelDevice) park(why string) {
 	k.mu.Lock()
 	k.parked, k.parkedFor = true, why
 	k.mu.Unlock()
+}
+
+// ShortenDeadTimeout is for a process that has been told to end: if it is killed before it has
+// detached, the kernel keeps requests for d (whole seconds, at least 1 s) instead of
+// DeviceOptions.DeadTimeout. On the way down of a machine nobody comes to take the device over, and
+// who syncs there must not wait for that.
+func (k *KernelDevice) ShortenDeadTimeout(d time.Duration) error {
+	k.op.Lock()
+	defer k.op.Unlock()
+	d = max(d, time.Second)
+	if k.down || d >= k.opt.DeadTimeout || k.kern.method() == "ioctl" { // there it goes with its process
+		return nil
+	}
+	k.opt.DeadTimeout = d
+	b := k.binding()
+	b.size = uint64(k.size) // resize's business
+	if err := k.kern.reconfigure(b); err != nil {
+		return fmt.Errorf("nbd: shorten the dead timeout of %s: %w", k.Path(), err)
+	}
+	return nil
 }
 
 // resize tells the kernel when the device has grown. It cannot shrink under a file system.

@@ -3,6 +3,7 @@ package nbd
 import (
 	"context"
 	"errors"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -34,6 +35,7 @@ type fakeKernel struct {
 	staysBound bool          // after a disconnect
 	opens      int
 	deaf       bool // does not read at first
+	only       int  // number of devices; 0: the kernel makes more
 }
 
 type fakeDevice struct {
@@ -123,6 +125,9 @@ func (k *fakeKernel) state(index int) (devState, error) {
 	defer k.mu.Unlock()
 	if d := k.dev[index]; d != nil {
 		return d.st, nil
+	}
+	if k.only > 0 && index >= k.only {
+		return devState{}, fs.ErrNotExist
 	}
 	return devState{exists: index < 4}, nil
 }
@@ -239,7 +244,7 @@ func TestAttachDevice(t *testing.T) {
 	}
 	b := k.asked()[0]
 	const flags = 1<<0 | 1<<2 | 1<<3 | 1<<5 | 1<<6 | 1<<8 // linux/nbd.h: HAS_FLAGS, FLUSH, FUA, TRIM, WRITE_ZEROES, CAN_MULTI_CONN
-	if b.size != 1<<20 || b.blockSize != 512 || b.timeout != 0 || b.deadConn != 660 || b.serverFlags != flags || b.backend != testIdentifier || len(b.sockets) != 2 {
+	if b.size != 1<<20 || b.blockSize != 512 || b.timeout != 30 || b.deadConn != 660 || b.serverFlags != flags || b.backend != testIdentifier || len(b.sockets) != 2 {
 		t.Errorf("asked for %+v", b)
 	}
 	if k.opens == 0 {
@@ -289,6 +294,11 @@ func TestDeviceInUse(t *testing.T) {
 		t.Errorf("mounted: %v", err)
 	}
 	k.used = nil
+	k.only = 3
+	if _, err := attachTo(t, k, s, dir, "auto"); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "all 3 there are") {
+		t.Errorf("all in use: %v", err)
+	}
+	k.only = 0
 	// The kernel has the last word.
 	for _, c := range []struct {
 		err  error
@@ -513,13 +523,42 @@ func TestTakenAway(t *testing.T) {
 	}
 }
 
+// A process that has been told to end leaves the kernel with less patience, also after new sockets.
+func TestShortenDeadTimeout(t *testing.T) {
+	k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
+	d := mustAttach(t, k, s, t.TempDir(), "auto")
+	for _, c := range []time.Duration{10 * time.Second, time.Hour} {
+		if err := d.ShortenDeadTimeout(c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b := k.asked()
+	if len(b) != 2 || b[0].deadConn != 660 || b[1].deadConn != 10 || len(b[1].sockets) != 0 || b[1].size != 1<<20 || b[1].timeout != 30 {
+		t.Errorf("asked for %+v", b)
+	}
+	k.sock(0, 0).Close()
+	eventually(t, "new sockets", func() bool { return len(k.asked()) == 3 })
+	if b := k.asked()[2]; b.deadConn != 10 || len(b.sockets) != 2 {
+		t.Errorf("asked for %+v", b)
+	}
+	k.mu.Lock()
+	k.refuse = unix.EINVAL
+	k.mu.Unlock()
+	if err := d.ShortenDeadTimeout(time.Millisecond); !errors.Is(err, unix.EINVAL) {
+		t.Errorf("refused by the kernel: %v", err)
+	}
+}
+
 // By ioctl there is one socket, and its end is the device's.
 func TestAttachByIoctl(t *testing.T) {
 	k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
 	k.how = "ioctl"
 	d := mustAttach(t, k, s, t.TempDir(), "auto")
-	if b := k.asked()[0]; len(b.sockets) != 1 {
+	if b := k.asked()[0]; len(b.sockets) != 1 || b.timeout != 0 {
 		t.Errorf("%+v", b)
+	}
+	if err := d.ShortenDeadTimeout(time.Second); err != nil || len(k.asked()) != 1 {
+		t.Errorf("%v, %+v", err, k.asked())
 	}
 	k.sock(0, 0).Close()
 	select {

@@ -133,6 +133,11 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	if err != nil {
 		return cli.Usage(err)
 	}
+	if s.Device != "" && s.ProtectMemory {
+		if err := protectMemory(env); err != nil { // or it does not return, but starts anew
+			log.Warn("not protected against memory shortage", "reason", oneLine(err))
+		}
+	}
 	a := &attachment{env: env, log: log, s: s, started: time.Now(), endedCh: make(chan struct{}), cut: make(chan struct{})}
 	if s.Socket != "" {
 		if a.socket, err = filepath.Abs(s.Socket); err != nil {
@@ -345,6 +350,9 @@ func (a *attachment) stop() error {
 	a.env.Notify("STOPPING=1")
 	if a.kdev == nil {
 		return a.end(false)
+	}
+	if err := a.kdev.ShortenDeadTimeout(a.s.DetachTimeout); err != nil {
+		a.log.Warn("stopping", "err", err)
 	}
 	err := a.releaseDevice()
 	return errors.Join(err, a.end(false))

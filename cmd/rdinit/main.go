@@ -15,7 +15,7 @@ import (
 func main() {
 	signals := make(chan os.Signal, 8)
 	signal.Notify(signals, unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGUSR1)
-	env := &cli.Env{Stdout: os.Stdout, Stderr: os.Stderr, Environ: os.Environ(), Signals: signals}
+	env := &cli.Env{Stdout: os.Stdout, Stderr: os.Stderr, Environ: os.Environ(), Signals: signals, OwnProcess: true}
 	os.Exit(newProgram(env).Main(context.Background(), env, os.Args[1:]))
 }
 

@@ -40,6 +40,7 @@ type settings struct {
 	HTTP          string        `mapstructure:"http"`
 	Pprof         bool          `mapstructure:"pprof"`
 	DetachTimeout time.Duration `mapstructure:"detach_timeout"`
+	ProtectMemory bool          `mapstructure:"protect_memory"`
 	Log           struct {
 		Level  string `mapstructure:"level"`
 		Format string `mapstructure:"format"`
@@ -75,6 +76,7 @@ func defaultSettings() *settings {
 		Provider:      provider.Auto,
 		CRC:           "auto",
 		DetachTimeout: 10 * time.Second,
+		ProtectMemory: true,
 
 		Depth:        initiator.DefaultDepth,
 		Polling:      "adaptive",
@@ -226,6 +228,9 @@ func (s *settings) initiatorConfig() initiator.Config {
 	}
 	if s.Polling == "never" {
 		c.MaxPoll = -1
+	}
+	if s.Device != "" && s.ProtectMemory {
+		c.ResidentMemory = residentMemory
 	}
 	return c
 }

@@ -37,6 +37,9 @@ type Env struct {
 	Environ []string  // as os.Environ
 	// Signals delivers what the process was sent. nil: none.
 	Signals <-chan os.Signal
+	// OwnProcess: the program is all there is in the process and may change its properties. Tests
+	// that run programs in theirs leave it false.
+	OwnProcess bool
 }
 
 // Getenv looks a variable up in Environ.

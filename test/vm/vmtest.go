@@ -37,6 +37,7 @@ type Config struct {
 	Peer    string        // program of a second machine, joined by an Ethernet wire
 	Timeout time.Duration // of the machine, boot included; default 5 minutes, at least 20 s
 	Memory  int           // MiB; default 3072
+	PeerMem int           // of the second machine; default Memory
 	CPUs    int           // default 2
 }
 
@@ -94,6 +95,9 @@ func run(t testing.TB, c Config) (Result, error) {
 	args := []string{"--out", r.Dir, "--timeout", strconv.Itoa(int(c.Timeout / time.Second))}
 	if c.Memory != 0 {
 		args = append(args, "-m", strconv.Itoa(c.Memory))
+	}
+	if c.PeerMem != 0 {
+		args = append(args, "--peer-m", strconv.Itoa(c.PeerMem))
 	}
 	if c.CPUs != 0 {
 		args = append(args, "-c", strconv.Itoa(c.CPUs))

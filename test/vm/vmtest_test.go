@@ -169,6 +169,29 @@ func TestVerbs(t *testing.T) {
 	}
 }
 
+// rdinit is killed and nobody takes the device over, or somebody does late.
+func TestBlockDeviceDead(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	blockDevice(t, "nbd-dead.sh", Config{})
+}
+
+// blockDevice runs a script with the arguments rdtarget and rdinit, and those of c.
+func blockDevice(t *testing.T, name string, c Config) Result {
+	c.Program = filepath.Join(Dir(), "guest", name)
+	if c.Timeout == 0 {
+		c.Timeout = 10 * time.Minute
+	}
+	var programs []string
+	for _, p := range []string{"rdblk/cmd/rdtarget", "rdblk/cmd/rdinit"} {
+		b := Build(t, p)
+		programs, c.Show = append(programs, b), append(c.Show, filepath.Dir(b))
+	}
+	c.Args = append(programs, c.Args...)
+	return Run(t, c)
+}
+
 func interop(t *testing.T, name string, programs ...string) {
 	c := Config{Program: filepath.Join(Dir(), "guest", name), Timeout: 10 * time.Minute}
 	for _, p := range programs {

@@ -1,16 +1,32 @@
 # What the scripts for rdinit's own attach share; sourced after lib.sh. $1 rdtarget, $2 rdinit.
+# $PROVIDER says over what: iwarp (the software NIC on loopback, the default), rxe or siw (the
+# provider verbs on the kernel's soft-RoCE or soft-iWARP, both ends in this machine).
 # shellcheck shell=bash disable=SC2034
 rdtarget=$1 rdinit=$2
 nqn=nqn.2026-11.io.rdblk:vm Q=/sys/block/nbd0/queue
 : >"$VM_OUT/rdinit.txt"; : >"$VM_OUT/rdtarget.txt"
 trap 'echo "--- rdtarget, rdinit said:"; tail -n 20 "$VM_OUT/rdtarget.txt"; tail -n 40 "$VM_OUT/rdinit.txt"; dmesg | tail -30' EXIT
-serve() { # [SIZE]: rdtarget on /run/disk.img, made if there is a SIZE
-	[ -z "${1:-}" ] || truncate -s "$1" /run/disk.img
-	"$rdtarget" serve --listen 127.0.0.1:4420 --nqn $nqn --allow-any-host /run/disk.img >>"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
-	wait_for 30 sh -c "ss -tln | grep -q 127.0.0.1:4420"
+case ${PROVIDER:=iwarp} in
+iwarp) ADDR=127.0.0.1 by=iwarp ;;
+rxe) rxe_up; ADDR=$RXE by=verbs ;;
+siw) siw_up; ADDR=$SIW by=verbs; ulimit -l unlimited ;; # siw counts locked memory for root too
+*) die "no provider $PROVIDER" ;;
+esac
+# serve [WHAT [OPTION|NAMESPACE...]]: $server. WHAT: a namespace (mem:SIZE, null:SIZE, a path), a size that
+# /run/disk.img is given first, or none; nothing: /run/disk.img as it is.
+serve() {
+	local what=(/run/disk.img)
+	case ${1:-} in
+	'') ;;
+	none) what=() ;;
+	mem:* | null:* | /*) what=("$1") ;;
+	*) truncate -s "$1" /run/disk.img ;;
+	esac
+	"$rdtarget" serve --provider $by --listen $ADDR:4420 --nqn $nqn --allow-any-host "${@:2}" "${what[@]}" >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
+	wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/serving.txt"
 }
 attach() { # OPTION...: $client, $DEV
-	"$rdinit" attach 127.0.0.1:4420 --nqn $nqn "$@" >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
+	"$rdinit" attach $ADDR:4420 --provider $by --nqn $nqn "$@" >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
 	wait_for 60 grep -q '^rdinit: attached' "$VM_OUT/ready.txt"
 	DEV=$(sed -n 's/^rdinit: attached .*: //p' "$VM_OUT/ready.txt")
 	[ -b "$DEV" ] || die "no device in: $(cat "$VM_OUT/ready.txt")"
@@ -20,9 +36,9 @@ detach() { # by request; the kernel says that it is unbound
 	wait $client
 	[ ! -e /sys/block/${DEV#/dev/}/pid ] || die "$DEV is still bound"
 }
-nbd_clean() {
+not_stuck() {
 	local stuck
 	stuck=$(ps axo stat=,pid=,comm= | grep '^D' | grep -v kworker || true)
 	[ -z "$stuck" ] || die "in uninterruptible sleep: $stuck"
-	kernel_clean
 }
+nbd_clean() { not_stuck; kernel_clean; }

@@ -342,7 +342,7 @@ func TestLogPages(t *testing.T) {
 	if smart.UnsafeShutdowns.Lo != 1<<40 {
 		t.Errorf("unsafe shutdowns %d", smart.UnsafeShutdowns.Lo)
 	}
-	if smart.HostWrites.Lo != 1 || smart.DataUnitsWritten.Lo != 1 || smart.ErrorLogEntries.Lo != 101 || smart.CriticalWarning != 0 {
+	if smart.HostWrites.Lo != 1 || smart.DataUnitsWritten.Lo != 1 || smart.ErrorLogEntries.Lo != 101 || smart.MediaErrors.Lo != 0 || smart.CriticalWarning != 0 {
 		t.Errorf("health log: %+v", smart)
 	}
 	var fw protocol.FirmwareSlotLog

@@ -356,6 +356,10 @@ func TestStorageErrorsStayAlone(t *testing.T) {
 		z.InitRW(protocol.OpWriteZeroes, q.cid(), 1, at, 8, 0)
 		q.want(protocol.StatusCommandSizeExceeded|dnr, z)
 	}
+	var smart protocol.SmartLog // counts what the store could not do, and no mistakes of hosts
+	if err := smart.UnmarshalBinary(s.log(protocol.LogSmart, 0, 512, true)); err != nil || smart.MediaErrors.Lo != 9 {
+		t.Errorf("%d media errors, want 9; %v", smart.MediaErrors.Lo, err)
+	}
 	// No space: the write that needs it fails, reads and overwrites go on.
 	n := 0
 	for ; ; n++ {

@@ -107,7 +107,9 @@ func (t *Target) smartLog(c *controller) []byte {
 			reads += s[opRead].ops.Load()
 			written += s[opWrite].bytes.Load()
 			writes += s[opWrite].ops.Load()
-			media += s[opRead].errors.Load() + s[opWrite].errors.Load()
+			for o := range s {
+				media += s[o].media.Load()
+			}
 		}
 	}
 	c.mu.Lock()

@@ -67,6 +67,7 @@ func (o op) String() string {
 // opStats have one writer, the worker.
 type opStats struct {
 	ops, errors, bytes, fua atomic.Uint64
+	media                   atomic.Uint64 // of errors: the store's
 	latency                 histogram.Histogram
 }
 
@@ -79,6 +80,9 @@ func (s *opStats) observe(r *request) {
 		}
 	} else {
 		s.errors.Add(1)
+		if c := r.status.Code(); c.SCT() == protocol.SCTMedia && c != protocol.StatusCompareFailure {
+			s.media.Add(1)
+		}
 	}
 	s.latency.Observe(time.Since(r.start))
 }

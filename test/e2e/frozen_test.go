@@ -4,7 +4,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
+	"regexp"
 	"syscall"
 	"testing"
 	"time"
@@ -157,7 +157,7 @@ func TestSeveralNamespaces(t *testing.T) {
 		}
 	}
 	code, _, errw := do(t, "rdinit", "attach", w.addr, "--socket", w.dir+"/s", "--run-dir", w.run)
-	if code != 1 || !strings.Contains(errw, "namespaces 1, 2, 7") {
+	if code != 1 || !regexp.MustCompile(`namespaces 1 \(.*\), 2 \(.*\), 7 \(.*\): choose one with --nsid`).MatchString(errw) {
 		t.Errorf("without a choice: exit %d, %q", code, errw)
 	}
 }

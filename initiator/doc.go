@@ -92,6 +92,9 @@
 // and answers every later Flush and FUA write with blockdev.ErrFlushFailed until it is
 // attached anew.
 //
+// A Flush while the target is away, with no write acknowledged since the last one that
+// succeeded, succeeds at once: there is nothing that it could make durable.
+//
 // A lost write cache. Writes that were acknowledged and not flushed are in the target's
 // cache. If its process dies they are still in its kernel's; if its machine dies they
 // are gone, and after the reconnect reads would see older data and a Flush would

@@ -77,7 +77,7 @@ func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
 func (q *ioQueue) submit(ns *namespace, br *blockdev.Request) {
 	br.Err = nil
 	n, region, err := q.check(ns, br)
-	if err != nil || n == 0 && br.Op != blockdev.OpFlush {
+	if err != nil || n == 0 && br.Op != blockdev.OpFlush || br.Op == blockdev.OpFlush && q.needless(ns) {
 		if br.Op < blockdev.NumOps {
 			c := &q.ops[br.Op]
 			add(&c.answered, 1)
@@ -113,10 +113,13 @@ func (q *ioQueue) check(ns *namespace, br *blockdev.Request) (n int64, reg int32
 	if q.closed {
 		return 0, 0, ErrClosed
 	}
+	info := &ns.geometry().info
+	if br.Op == blockdev.OpFlush && q.needless(ns) {
+		return 0, 0, nil
+	}
 	if q.refuse != nil {
 		return 0, 0, q.refuse
 	}
-	info := &ns.geometry().info
 	switch br.Op {
 	case blockdev.OpFlush:
 		return 0, 0, nil
@@ -147,6 +150,16 @@ func (q *ioQueue) check(ns *namespace, br *blockdev.Request) (n int64, reg int32
 		return 0, 0, fmt.Errorf("%s: %w", br.Op, blockdev.ErrNotSupported)
 	}
 	return n, reg, nil
+}
+
+// needless tells whether a Flush need not wait for a target that is away, or that has
+// the namespace no more: no write was acknowledged since the last one that succeeded.
+// What is detached then needs no target.
+func (q *ioQueue) needless(ns *namespace) bool {
+	if q.lane != nil && ns.gone.Load() == 0 {
+		return false // it can be asked
+	}
+	return ns.fault.Load() == nil && ns.ruined.Load() == nil && ns.flushFailed.Load() == nil && !ns.dirty()
 }
 
 // room tells whether a command can be sent.

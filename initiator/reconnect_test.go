@@ -995,6 +995,56 @@ func TestNamespaceGone(t *testing.T) {
 	}
 }
 
+// A Flush waits for a target that is away only if there is something to make durable.
+func TestFlushWhileTheTargetIsAway(t *testing.T) {
+	f := newFakeTarget(t)
+	cfg := testConfig(f, newProvider(t))
+	cfg.LossTimeout = 300 * time.Millisecond
+	s := connect(t, cfg)
+	d := device(t, s)
+	away := func(want State) {
+		t.Helper()
+		f.down()
+		eventually(t, want.String(), func() bool { return s.Status().State == want })
+	}
+	back := func() {
+		f.up()
+		eventually(t, "back", func() bool { return s.Status().Live() })
+	}
+	if err := errors.Join(d.WriteAt(pattern(1, 512), 0, 0), d.Flush()); err != nil {
+		t.Fatal(err)
+	}
+	flushes := f.spaces[1].flushes.Load()
+	away(StateLost)
+	if err := d.Flush(); err != nil {
+		t.Errorf("nothing is unflushed: %v", err)
+	}
+	if err := d.WriteAt(pattern(1, 512), 0, blockdev.WriteFUA); !errors.Is(err, blockdev.ErrLost) {
+		t.Errorf("FUA: %v", err)
+	}
+	if err := d.Flush(); err == nil && s.Status().Namespaces[0].FlushFault != "" {
+		t.Error("a Flush after a failed one succeeded")
+	}
+	back()
+	if n := f.spaces[1].flushes.Load(); n != flushes {
+		t.Errorf("%d flushes were sent", n-flushes)
+	}
+
+	f2 := newFakeTarget(t)
+	cfg = testConfig(f2, newProvider(t))
+	cfg.LossTimeout = 300 * time.Millisecond
+	s = connect(t, cfg)
+	d = device(t, s)
+	f = f2
+	if err := d.WriteAt(pattern(2, 512), 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	away(StateLost)
+	if err := d.Flush(); !errors.Is(err, blockdev.ErrLost) {
+		t.Errorf("with an unflushed write: %v", err)
+	}
+}
+
 func TestRefresh(t *testing.T) {
 	f := newFakeTarget(t)
 	s := connect(t, testConfig(f, newProvider(t)))

@@ -486,13 +486,6 @@ func (a *attachment) flush(ctx context.Context) error {
 	if a.dev.Info().ReadOnly {
 		return nil
 	}
-	if st := a.session.Status(); st.State != initiator.StateLive || namespaceOf(st, a.dev.NSID()).Fault != "" {
-		// The target would not answer, and need not: no write is without a flush. (The clients are gone,
-		// so there will be none.)
-		if ns := namespaceOf(st, a.dev.NSID()); !ns.Unflushed && ns.FlushFault == "" && st.Requests == 0 {
-			return nil
-		}
-	}
 	done := make(chan error, 1)
 	go func() { done <- a.dev.Flush() }()
 	select {

@@ -75,7 +75,7 @@ func TestNamespacesComeAndGo(t *testing.T) {
 	if code != 0 || !strings.Contains(errw, "may be lost") {
 		t.Errorf("by force, with unflushed writes: exit %d, %q", code, errw)
 	}
-	if d := time.Since(start); d > 5*time.Second {
+	if d := time.Since(start); d > 9*time.Second {
 		t.Errorf("detach took %v", d)
 	}
 	if code := r.Wait(t); code != 1 {

@@ -46,7 +46,7 @@ attach --nsid 1 --socket $sock
 grep "in_capsule=16384" "$SAID" | tail -1
 holds 's["state"]=="live" and s["block_size"]==512 and s["size"]==256<<20 and [n["nsid"] for n in s["namespaces"]]==[1,2]'
 fio_nbd size=8m
-fio_nbd bsrange=512-1m size=4m numjobs=2 offset_increment=64m fsync=32
+fio_nbd bsrange=512-1m size=4m numjobs=2 offset_increment=64m fsync=4
 seen 'nvme_cmd_flush'
 # Zeros, with and without deallocation, and a discard, by name (the kernel's nbd of 6.1 has no write zeroes).
 head -c 1048576 /dev/urandom >/run/data

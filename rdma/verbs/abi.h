@@ -67,6 +67,7 @@ struct vb_device { // ibv_device, its beginning
 	int32_t node_type;
 	int32_t transport_type; // 0 InfiniBand and RoCE, 1 iWARP
 	char name[64];
+	char dev_name[64]; // of the character device, "uverbs0"
 };
 
 struct vb_cq;

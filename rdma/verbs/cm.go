@@ -53,7 +53,7 @@ const rnrTimer = 12
 // noticed after some seconds. The connection manager's own choice takes up to half a minute.
 const ackTimeout = 16
 
-// asyncGrace is how long the end of an iWARP connection waits for the asynchronous event that tells why.
+// asyncGrace, where the device may tell one before the other, is how long the end of an iWARP connection waits for the asynchronous event that tells why.
 const asyncGrace = 100 * time.Millisecond
 
 type cmEvent struct {
@@ -229,13 +229,16 @@ func (c *conn) established(ev cmEvent) {
 
 // disconnected handles the end of a connection that the peer or the network brought.
 func (c *conn) disconnected() {
+	if c.dev.siw {
+		c.dev.o.async() // what siw tells of a failure it told before this
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.ended.Load() {
 		return
 	}
 	if c.dev.iwarp() {
-		if c.ending.Load() || c.asyncErr.Load() != nil {
+		if c.ending.Load() || c.asyncErr.Load() != nil || c.dev.siw {
 			c.endLocked(c.reason())
 			return
 		}
@@ -325,6 +328,9 @@ func (c *conn) begin(active bool, op string, p *rdma.ConnParam, limit int) error
 	}
 	if p.Retry == 0 || p.Retry > 7 {
 		p.Retry = 7
+	}
+	if c.dev.rxe {
+		p.Retry = min(p.Retry, 6) // 7 is for ever there, which a peer that is gone would make of it
 	}
 	return nil
 }
@@ -515,6 +521,7 @@ type listener struct {
 	addr  netip.AddrPort
 	queue chan *conn
 	stop  chan struct{}
+	on    *opened // the device of its address; lib.mu
 
 	mu     sync.Mutex
 	closed bool
@@ -553,6 +560,21 @@ func (p *Provider) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.List
 			return fail(fmt.Errorf("%w: no RDMA device has this address", err))
 		}
 		return fail(errnoError(syscall.Errno(e)))
+	}
+	if l.id.verbs != nil {
+		o, err := p.lib.open(l.id.verbs)
+		if err == nil {
+			p.lib.mu.Lock()
+			l.on = o
+			p.lib.mu.Unlock()
+			if o.removed.Load() {
+				err = errRemoved
+			}
+		}
+		if err != nil {
+			l.Close()
+			return fail(err)
+		}
 	}
 	l.addr = addrOf(unsafe.Pointer(&l.id.src_addr[0]))
 	if !l.addr.IsValid() || l.addr.Port() == 0 {

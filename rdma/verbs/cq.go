@@ -330,10 +330,10 @@ func (c *cq) overrun() {
 // flushRemoved completes by itself what a device that was removed will not.
 func (c *cq) flushRemoved() {
 	for _, e := range *c.entries.Load() {
-		if e.q == nil {
-			continue
+		if e.q == nil || !e.q.c.sendable.Load() {
+			continue // what was never connected is its creator's
 		}
-		for _, r := range []*ring{&e.q.sq, &e.q.rq} {
+		for _, r := range [...]*ring{&e.q.sq, &e.q.rq} {
 			if r.cq != c {
 				continue
 			}

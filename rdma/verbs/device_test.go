@@ -203,6 +203,30 @@ func TestRetryCounts(t *testing.T) {
 	}
 }
 
+// A peer that does not answer any more ends the connection, also where the device takes 7 attempts for endlessly many.
+func TestSilentPeer(t *testing.T) {
+	p, s := suite(t)
+	if here(t, p, s.Addr).Transport != rdma.TransportIB {
+		t.Skip("TCP finds out by itself")
+	}
+	pair := s.Connect(nil, nil, rdmatest.PairConfig{ActiveP: rdma.ConnParam{Retry: 7, RNRRetry: 7}}, nil, nil)
+	// B fails in silence: nothing was posted to it that could come back, and nobody is told.
+	b := pair.B.QP.(*qp)
+	b.told = true
+	b.c.ord.Store(0)
+	if _, err := b.PostSend(rdma.SendWR{Op: rdma.OpRead}); err != nil {
+		t.Fatal(err)
+	}
+	pair.A.Post(t, rdma.SendWR{ID: 1, Op: rdma.OpSend})
+	start := time.Now()
+	if wc := pair.Wait(pair.A, 1)[0]; wc.Status != rdma.StatusRetryExceeded {
+		t.Errorf("%+v", wc)
+	}
+	t.Logf("given up after %v", time.Since(start))
+	pair.Ended(pair.A)
+	pair.Ended(pair.B)
+}
+
 // siw's library refuses the mapping offset 0x90000, and the queue with it. More queues than lie below it can be made.
 func TestManyQueues(t *testing.T) {
 	_, s := suite(t)

@@ -28,7 +28,8 @@
 // goroutine does it, and Close of the completion queue and the protection domain wait for that.
 //
 // Retry counts that are 0 in a ConnParam become 7 (for ever, for RNR), and the RNR timer that the
-// connection manager leaves at 655 ms is set to 0.64 ms: a 0 there is in practice an omission.
+// connection manager leaves at 655 ms is set to 0.64 ms: a 0 there is in practice an omission. On rxe, which takes a
+// Retry of 7 for "for ever" too, it becomes 6. The connecting side's counts are in force for both.
 //
 // The device, port and GID are those that the kernel's routing finds for an address; nothing is chosen by
 // its number.

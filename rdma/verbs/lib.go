@@ -18,6 +18,7 @@ package verbs
 import "C"
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -66,11 +67,13 @@ type opened struct {
 	l       *library
 	ctx     *C.struct_vb_context
 	name    string
+	file    string // "uverbs0"
 	events  *os.File
+	reading sync.Mutex // events are fetched and handled under it
 	guard   sync.Once
 	objects atomic.Int64 // PDs and CQs
 	removed atomic.Bool
-	let     bool // its descriptors are closed; l.mu
+	let     bool // its descriptors are closed, and librdmacm may free it; reading
 }
 
 // errRemoved is the end of everything on a device that was removed.
@@ -92,6 +95,7 @@ var load = sync.OnceValues(func() (*library, error) {
 	if _, err := l.watch(int(l.channel.fd), "rdma_cm", l.cmEvents); err != nil {
 		return nil, fmt.Errorf("watch /dev/infiniband/rdma_cm: %w", err)
 	}
+	l.watchRemovals() // where this is forbidden, devices still tell in their own ways
 	return l, nil
 })
 
@@ -216,7 +220,7 @@ func (l *library) open(ctx *C.struct_vb_context) (*opened, error) {
 	if err := unix.SetNonblock(int(ctx.async_fd), true); err != nil {
 		return nil, err
 	}
-	o := &opened{l: l, ctx: ctx, name: C.GoString(&ctx.device.name[0])}
+	o := &opened{l: l, ctx: ctx, name: C.GoString(&ctx.device.name[0]), file: C.GoString(&ctx.device.dev_name[0])}
 	var err error
 	if o.events, err = l.watch(int(ctx.async_fd), o.name+" events", o.async); err != nil {
 		return nil, err
@@ -228,7 +232,9 @@ func (l *library) open(ctx *C.struct_vb_context) (*opened, error) {
 // async handles all asynchronous events that are there. A queue pair or completion queue is looked up before its
 // event is acknowledged: until then it cannot be destroyed, nor another one come to its address.
 func (o *opened) async() {
-	for {
+	o.reading.Lock()
+	defer o.reading.Unlock()
+	for !o.let {
 		var ev C.struct_vb_async_event
 		if C.vb_async_next(o.ctx, &ev) != 0 {
 			return
@@ -279,12 +285,75 @@ func (o *opened) remove() {
 			conns = append(conns, c)
 		}
 	}
+	var listeners []*listener
+	for _, ln := range o.l.listeners {
+		if ln.on == o {
+			listeners = append(listeners, ln)
+		}
+	}
 	o.l.mu.Unlock()
 	for _, c := range conns {
 		c.fail(errRemoved)
 	}
+	for _, ln := range listeners {
+		ln.fail(errRemoved)
+	}
 	if o.objects.Load() == 0 {
 		o.letGo()
+	}
+}
+
+// watchRemovals listens to the kernel's announcements of devices that come and go. A device without
+// disassociate_ucontext (rxe, siw) is not removed, and connections on it are not told, before every process has closed it.
+func (l *library) watchRemovals() error {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_KOBJECT_UEVENT)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd) // watch has its own
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: 1}); err != nil {
+		return err
+	}
+	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	buf := make([]byte, 8192)
+	if _, err = l.watch(dup, "uevents", func() {
+		for {
+			n, from, err := unix.Recvfrom(dup, buf, 0)
+			if err == unix.EINTR {
+				continue
+			}
+			if err == unix.ENOBUFS { // announcements were lost
+				l.lookForRemoved()
+				continue
+			}
+			if err != nil {
+				return
+			}
+			if k, ok := from.(*unix.SockaddrNetlink); ok && k.Pid == 0 && bytes.Contains(buf[:n], []byte("SUBSYSTEM=infiniband_verbs\x00")) {
+				l.lookForRemoved()
+			}
+		}
+	}); err != nil {
+		unix.Close(dup)
+	}
+	return err
+}
+
+// lookForRemoved finds devices that the system has no more.
+func (l *library) lookForRemoved() {
+	l.mu.Lock()
+	var gone []*opened
+	for _, o := range l.opened {
+		if _, err := os.Lstat("/sys/class/infiniband_verbs/" + o.file); errors.Is(err, os.ErrNotExist) {
+			gone = append(gone, o)
+		}
+	}
+	l.mu.Unlock()
+	for _, o := range gone {
+		o.remove()
 	}
 }
 
@@ -305,19 +374,23 @@ func (o *opened) drop() {
 	}
 }
 
-// letGo closes the files of a device that was removed.
+// letGo closes the files of a device that was removed, on a goroutine: it may be the reader of one of them who asks.
 func (o *opened) letGo() {
-	o.l.mu.Lock()
-	defer o.l.mu.Unlock()
-	if o.let {
-		return
-	}
-	o.let = true
-	o.events.Close()
-	C.vb_let_go(o.ctx)
-	delete(o.l.opened, o.ctx)
-	delete(o.l.known, o.name)
-	o.l.stale = true
+	go func() {
+		o.reading.Lock()
+		defer o.reading.Unlock()
+		if o.let {
+			return
+		}
+		o.let = true
+		C.vb_let_go(o.ctx)
+		o.l.mu.Lock()
+		delete(o.l.opened, o.ctx)
+		delete(o.l.known, o.name)
+		o.l.stale = true
+		o.l.mu.Unlock()
+		go o.events.Close() // waits for the reader
+	}()
 }
 
 // sync makes librdmacm forget devices that were let go, so that it does not take them for new ones of the same

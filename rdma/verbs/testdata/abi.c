@@ -34,6 +34,7 @@ SAME(vb_wc, ibv_wc, wr_id); SAME(vb_wc, ibv_wc, status); SAME(vb_wc, ibv_wc, opc
 SAME(vb_wc, ibv_wc, invalidated_rkey); SAME(vb_wc, ibv_wc, qp_num); SAME(vb_wc, ibv_wc, wc_flags); SAME(vb_wc, ibv_wc, dlid_path_bits);
 
 SAME(vb_device, ibv_device, node_type); SAME(vb_device, ibv_device, transport_type); SAME(vb_device, ibv_device, name);
+SAME(vb_device, ibv_device, dev_name);
 
 SAME(vb_context, ibv_context, device); SAME(vb_context, ibv_context, ops); SAME(vb_context, ibv_context, cmd_fd);
 SAME(vb_context, ibv_context, async_fd); SAME(vb_context, ibv_context, num_comp_vectors);

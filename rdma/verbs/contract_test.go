@@ -50,10 +50,11 @@ func exceptions(t *testing.T) map[string]string {
 	case l[0].Transport == rdma.TransportIWARP:
 		const depth = "siw serves as many Reads as the connecting side asks for, whatever Accept allows (siw_accept, relaxed_ird_negotiation)"
 		return map[string]string{
-			"ReadWithoutDepth":      depth,
-			"Depths/lowered":        depth,
-			"EndReasons":            "siw ends a connection for an unknown key or a missing receive without an asynchronous event (siw_proc_write, siw_proc_send), and for a received Terminate too (siw_proc_terminate)",
-			"RemoteKeysRead/status": "siw flushes a Read that the peer refused, and does not say why (siw_proc_terminate)",
+			"ReadWithoutDepth":             depth,
+			"Depths/lowered":               depth,
+			"EndReasons":                   "siw ends a connection for an unknown key or a missing receive without an asynchronous event (siw_proc_write, siw_proc_send), and for a received Terminate too (siw_proc_terminate)",
+			"RemoteKeysRead/right missing": "siw does not look at the right to read (siw_qp_sq_proc_tx: siw_check_sgl_tx with no rights)",
+			"RemoteKeysRead/status":        "siw flushes a Read that the peer refused, and does not say why (siw_proc_terminate)",
 		}
 	}
 	return nil

@@ -67,6 +67,7 @@
 //   - rxe checks an access through a memory window against the bounds of the memory region, not those of the window,
 //     and lets a peer invalidate windows of other connections by Send with Invalidate. A window is no protection there
 //     from a peer that has one; rights, and keys of other connections, are checked.
+//   - siw lets a peer read all registered memory of the protection domain, also without AccessRemoteRead.
 //   - siw, on the accepting side, serves as many Reads as were asked for, up to 128, whatever
 //     ConnParam.ResponderResources says.
 //   - siw ends a connection after an unknown key, a missing receive or a Terminate of the peer without an

@@ -42,8 +42,8 @@ e2e: build deps ## only the end-to-end tests, verbosely
 vm:     ## interoperation with the kernel, in virtual machines (root, qemu)
 	$(GO) test -count=1 -timeout 60m -v ./test/vm/...
 
-bench: build deps ## rdblk beside nbdkit, ROUNDS (5) interleaved rounds; writes docs/performance.md
-	@test/bench/run --rounds $(ROUNDS)
+bench: build deps ## rdblk beside its peers, 10 minutes; WRITE=1 puts the result into docs/performance.md
+	@test/bench/run --rounds $(ROUNDS) $(if $(WRITE),--write) $(BENCH)
 
 clean:  ## remove what build made
 	rm -rf bin

@@ -202,6 +202,9 @@ type lane struct {
 	first   []rdma.SendWR // binds and invalidations to be posted
 	started []uint16      // slots whose command is to be posted, behind those
 	sends   []rdma.SendWR
+	out     int   // commands posted and not answered
+	usual   int   // the most of them lately: follows out up at once, down slowly
+	heldAt  int64 // nano when the oldest command that waits in started was put off, 0: none
 	wcs     [64]rdma.WC
 	waiting commandList // commands without a slot, except those of local
 	local   *ioQueue    // the queue of this worker, if it uses this lane
@@ -568,10 +571,41 @@ func (l *lane) start(c *command) {
 	l.started = append(l.started, i)
 }
 
+// With a software device a post is a system call that costs more than what it carries.
+// So on a busy queue, one that had holdDepth commands out lately, a few commands wait
+// for company: until they are a third of what is usual, but no longer than holdMax.
+const (
+	holdDepth = 12
+	holdShare = 3
+	holdMax   = int64(30 * time.Microsecond)
+	holdRest  = 10 * time.Microsecond
+)
+
+// hold tells whether to put post off. The worker does not sleep meanwhile.
+func (l *lane) hold() bool {
+	n := len(l.started)
+	if n == 0 || l.usual < holdDepth || n >= l.usual/holdShare || l.info.Autonomous {
+		return false
+	}
+	now := nano()
+	if l.heldAt == 0 {
+		l.heldAt = now
+	}
+	if now-l.heldAt >= holdMax {
+		return false
+	}
+	l.h.Rest(holdRest)
+	return true
+}
+
 // post hands everything that has gathered to the queue pair: receives first, so that no
 // response can meet an empty receive queue, then invalidations and binds, then the
 // commands.
 func (l *lane) post() {
+	if l.heldAt != 0 {
+		l.heldAt = 0
+		l.h.Rest(0)
+	}
 	if len(l.reposts) > 0 {
 		_, err := l.qp.PostRecv(l.reposts...)
 		l.reposts = l.reposts[:0]
@@ -607,6 +641,11 @@ func (l *lane) post() {
 		}
 		l.sends = append(l.sends, rdma.SendWR{ID: uint64(i)<<kindBits | kindSend, Op: rdma.OpSend, Flags: flags, SGL: s.send[:s.nsge]})
 	}
+	if l.out += len(l.started); l.out >= l.usual {
+		l.usual = l.out
+	} else {
+		l.usual -= (l.usual - l.out + 7) / 8
+	}
 	l.started = l.started[:0]
 	if _, err := l.qp.PostSend(l.sends...); err != nil {
 		l.die(fmt.Errorf("post commands: %w", err))
@@ -619,8 +658,10 @@ func (l *lane) Poll() bool {
 	if l.dead {
 		return false
 	}
-	if l.post(); l.dead {
-		return true
+	if !l.hold() {
+		if l.post(); l.dead {
+			return true
+		}
 	}
 	n, busy, err := l.cq.Poll(l.wcs[:])
 	if err != nil {
@@ -643,7 +684,7 @@ func (l *lane) Poll() bool {
 		}
 	}
 	l.feed()
-	if !l.dead {
+	if !l.dead && !l.hold() {
 		l.post()
 	}
 	return true
@@ -658,7 +699,13 @@ func (l *lane) Arm() bool {
 		return true
 	}
 	if len(l.started) > 0 || len(l.first) > 0 || len(l.reposts) > 0 {
-		return false
+		if l.info.Autonomous {
+			return false
+		}
+		if l.post(); l.dead {
+			return true
+		}
+		l.quiet = 0 // it leaves with Arm of the completion queue
 	}
 	if l.quiet >= 2 {
 		l.quiet = 0
@@ -751,6 +798,7 @@ func (l *lane) response(wc *rdma.WC) {
 	s := &l.slots[i]
 	l.cfg.trace.Completion(l.cfg.remote, l.cfg.qid, cqe, s.sqe)
 	s.answered = true
+	l.out--
 	s.status, s.result = cqe.Status(), cqe.Result()
 	l.reposts = append(l.reposts, l.recvs[wc.ID])
 	if wc.Invalidated {

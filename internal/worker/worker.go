@@ -11,6 +11,10 @@
 // learnt as the kernel's halt polling does: a sleep that ended soon grows it, a
 // long one shrinks it to nothing.
 //
+// Work that costs less in company can be put off: with Handle.Rest a source asks for a
+// pause of some microseconds, in which the core is another's, instead of that looking.
+// On a machine that is busy with requests this is worth more than anything else.
+//
 // A Worker knows nothing of block devices, NVMe or NBD.
 package worker
 
@@ -61,6 +65,7 @@ type Config struct {
 const (
 	defaultMaxPoll = 50 * time.Microsecond
 	minPoll        = 8 * time.Microsecond
+	maxRest        = 20 * time.Microsecond
 	directSources  = 4 // up to so many sources are polled directly while looking for work
 	busyLook       = 2 // while there is work, sources that did not ask for a turn are noticed every so many turns
 )
@@ -71,6 +76,7 @@ var ErrClosed = errors.New("worker: closed")
 // Stats are a worker's counters, for metrics and dumps.
 type Stats struct {
 	Polls, Sleeps, Wakeups uint64
+	Rests                  uint64 // see Handle.Rest
 	PollBudget             time.Duration
 }
 
@@ -84,9 +90,10 @@ type Worker struct {
 	sources []*Handle
 	byFD    map[int32]*Handle
 	budget  time.Duration
+	rest    time.Duration // to pause before looking for work again, see Handle.Rest
 	events  [64]unix.EpollEvent
 
-	polls, sleeps, wakeups, budgetStat atomic.Uint64
+	polls, sleeps, wakeups, rests, budgetStat atomic.Uint64
 
 	sleeping atomic.Bool // the loop is in, or about to enter, epoll_wait
 	mailed   atomic.Bool // mail is not empty
@@ -144,7 +151,7 @@ func (w *Worker) Name() string { return w.cfg.Name }
 
 // Stats may be called from any goroutine.
 func (w *Worker) Stats() Stats {
-	return Stats{w.polls.Load(), w.sleeps.Load(), w.wakeups.Load(), time.Duration(w.budgetStat.Load())}
+	return Stats{w.polls.Load(), w.sleeps.Load(), w.wakeups.Load(), w.rests.Load(), time.Duration(w.budgetStat.Load())}
 }
 
 // Submit hands t to the worker from any goroutine; tasks run in order. It never
@@ -219,6 +226,11 @@ func (h *Handle) SetMute(mute bool) { h.mute = mute }
 // Kick makes the worker poll the source again before it sleeps.
 func (h *Handle) Kick() { h.runnable = true }
 
+// Rest asks for a pause of d, at most 20 µs, when the worker next has nothing to do: the
+// source puts something off that is cheaper in company. Other sources wait as well.
+// 0 takes the wish back; a busy worker does not rest.
+func (h *Handle) Rest(d time.Duration) { h.w.rest = min(d, maxRest) }
+
 // SetInterest chooses what wakes the worker for this source.
 func (h *Handle) SetInterest(read, write bool) error {
 	var e uint32
@@ -271,6 +283,7 @@ func (w *Worker) run(started chan<- error) {
 			return
 		}
 	}
+	fineTimers()
 	started <- nil
 	var idleSince time.Time
 	for turn := 0; ; turn++ {
@@ -287,6 +300,14 @@ func (w *Worker) run(started chan<- error) {
 		}
 		if w.stopping() {
 			return
+		}
+		if w.rest > 0 && !w.cfg.Busy {
+			d := w.rest
+			w.rest = 0
+			w.rests.Add(1)
+			pause(d)
+			w.notice()
+			continue
 		}
 		now := time.Now()
 		if idleSince.IsZero() {

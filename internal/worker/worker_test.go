@@ -236,6 +236,72 @@ func TestRemovedSourceIsNotPolled(t *testing.T) {
 	b.close(w)
 }
 
+// lazy is a source that asks for a rest the first times it is polled, and may think better of it.
+type lazy struct {
+	h      *Handle
+	rests  int
+	cancel bool
+	polls  atomic.Int64
+}
+
+func (l *lazy) Poll() bool {
+	if l.polls.Add(1); l.rests > 0 {
+		l.rests--
+		l.h.Rest(time.Second) // 20 µs at most
+		if l.cancel {
+			l.h.Rest(0)
+		}
+	}
+	return false
+}
+func (l *lazy) Arm() bool { return true }
+
+// A source that asked for a rest is polled again after it, before the worker sleeps; a
+// wish that is taken back, or that a busy worker hears, does nothing.
+func TestRest(t *testing.T) {
+	for name, c := range map[string]struct {
+		cfg    Config
+		cancel bool
+		want   uint64
+	}{"adaptive": {want: 3}, "sleepy": {cfg: Config{MaxPoll: -1}, want: 3}, "busy": {cfg: Config{Busy: true}}, "taken back": {cancel: true}} {
+		t.Run(name, func(t *testing.T) {
+			w, err := New(c.cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer w.Close()
+			fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer unix.Close(fd)
+			l := &lazy{rests: 3, cancel: c.cancel}
+			if err := w.Call(func() {
+				if l.h, err = w.Add(fd, l); err != nil {
+					t.Error(err)
+				}
+			}); err != nil {
+				t.Fatal(err)
+			}
+			// Each Call is a turn with work, behind which the source is polled.
+			for left, end := 1, time.Now().Add(10*time.Second); left > 0; {
+				if time.Now().After(end) {
+					t.Fatalf("polled %d times", l.polls.Load())
+				}
+				w.Call(func() { left = l.rests; l.h.Kick() })
+			}
+			if c.want > 0 {
+				eventually(t, "a rest", func() bool { return w.Stats().Rests > 0 })
+			}
+			w.Call(func() {}) // the turn of the last Poll is over
+			if n := w.Stats().Rests; n > c.want {
+				t.Errorf("rested %d times, want up to %d", n, c.want)
+			}
+			w.Call(func() { l.h.Remove() })
+		})
+	}
+}
+
 // A source that cannot take more input masks it, and the worker sleeps instead of spinning on the ready descriptor.
 func TestMaskedSourceLetsTheWorkerSleep(t *testing.T) {
 	w, err := New(Config{MaxPoll: -1})

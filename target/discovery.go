@@ -18,7 +18,7 @@ func (t *Target) discoveryChanged() { t.discoveryChangedFor(func(string) bool { 
 // discoveryChangedFor tells those whose host is affected. Target.mu is held.
 func (t *Target) discoveryChangedFor(affected func(hostNQN string) bool) {
 	t.generation.Add(1)
-	t.trace.Event("discovery log page changed", 0)
+	t.trace.Event(protocol.EventDiscoveryChanged.String(), 0)
 	for _, c := range t.discovery.controllers {
 		if affected(c.hostNQN) {
 			c.mu.Lock()

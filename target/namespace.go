@@ -265,7 +265,7 @@ func (t *Target) Refresh() error {
 
 // namespaceChanged tells every controller. Target.mu is held.
 func (t *Target) namespaceChanged(nsid uint32) {
-	t.trace.Event("namespace attribute changed", nsid)
+	t.trace.Event(protocol.EventNamespaceChanged.String(), nsid)
 	for _, c := range t.sub.controllers {
 		c.namespaceChanged(nsid)
 	}

@@ -151,7 +151,7 @@ fio_verify() {
 	shift
 	[ $# -eq 0 ] || a=("${@/#/--}")
 	timeout 280 fio --name=verify ${f:+--filename="$f"} --rw=randwrite --bsrange=4k-128k --size=64m --iodepth=16 --ioengine=libaio --direct=1 \
-		--verify=crc32c --verify_fatal=1 --verify_dump=0 --randrepeat=0 --group_reporting --output="$VM_OUT/fio$VM_SUFFIX.txt" \
+		--verify=crc32c --verify_fatal=1 --verify_dump=0 --verify_state_save=0 --randrepeat=0 --group_reporting --output="$VM_OUT/fio$VM_SUFFIX.txt" \
 		--output-format=normal ${a[@]+"${a[@]}"} || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
 	grep -q 'err= 0' "$VM_OUT/fio$VM_SUFFIX.txt" || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
 }

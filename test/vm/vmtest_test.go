@@ -192,6 +192,13 @@ func blockDevice(t *testing.T, name string, c Config) Result {
 	return Run(t, c)
 }
 
+// boots skips a test that boots virtual machines with -short.
+func boots(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+}
+
 func interop(t *testing.T, name string, programs ...string) {
 	c := Config{Program: filepath.Join(Dir(), "guest", name), Timeout: 10 * time.Minute}
 	for _, p := range programs {

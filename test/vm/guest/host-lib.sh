@@ -1,0 +1,78 @@
+# Functions for the scripts that put the kernel's nvme-rdma host on rdtarget.
+# shellcheck shell=bash disable=SC2034
+. "$VM_REPO/test/vm/lib.sh"
+nqn=nqn.2026-11.io.rdblk:vm
+HTTP=127.0.0.1:9421
+
+# link KIND: the kernel's RDMA device and what rdtarget uses, into $ADDR, $PROVIDER and $NETDEV:
+#   soft  the kernel's siw, and rdtarget's software provider
+#   siw   the kernel's siw on both sides, rdtarget's by rdma-core
+#   rxe   soft-RoCE on both sides, rdtarget's by rdma-core
+link() {
+	case $1 in
+	soft) siw_up; ADDR=$SIW PROVIDER=iwarp NETDEV=d0 ;;
+	siw) siw_up; ADDR=$SIW PROVIDER=verbs NETDEV=d0 ;;
+	rxe) rxe_up; ADDR=$RXE PROVIDER=verbs NETDEV=v0 ;;
+	*) die "no such link: $1" ;;
+	esac
+	ulimit -l unlimited # siw counts locked memory for root too
+	modprobe nvme-rdma
+}
+# serve OPTION...: rdtarget in the background, into $server.
+serve() {
+	: >"$VM_OUT/ready.txt"
+	"$rdtarget" serve --provider $PROVIDER --listen $ADDR:4420 --nqn $nqn --http $HTTP --pprof "$@" >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdtarget.txt" &
+	server=$!
+	local i
+	for ((i = 0; i < 300; i++)); do
+		grep -q '^rdtarget: serving' "$VM_OUT/ready.txt" && return
+		kill -0 $server 2>/dev/null || break
+		sleep 0.1
+	done
+	die "rdtarget does not serve"
+}
+stop() { kill $server; wait $server || die "rdtarget ended with $?"; }
+# on_exit: what a failed script leaves to read.
+on_exit() { trap 'r=$?; [ $r = 0 ] || { echo "--- rdtarget said:"; tail -n 40 "$VM_OUT/rdtarget.txt"; echo "--- the kernel said:"; dmesg | tail -n 30; }' EXIT; }
+
+# metric NAME{LABELS}: its value at rdtarget.
+metric() { curl -sf http://$HTTP/metrics | awk -v m="$1" '$1 == m {printf "%d\n", $2; found = 1} END {exit !found}'; }
+# objects: what rdtarget holds, one figure a line, to be compared later.
+objects() {
+	local p
+	p=$(curl -sf "http://$HTTP/debug/pprof/goroutine?debug=1" | sed -n '1s/.*total //p')
+	# The request itself has a connection and its goroutines; both samples have them.
+	echo "goroutines $p"
+	echo "descriptors $(find /proc/$server/fd -mindepth 1 -printf '%l\n' 2>/dev/null | sed 's/[0-9]*//g' | sort | uniq -c | tr -s ' \n' ' ,')"
+	curl -sf http://$HTTP/metrics | grep -E '^rdtarget_(rdma_objects|connections |controllers|worker_queues|worker_buffer_in_use_bytes|connections_pending)'
+}
+# settled FILE: objects says again what is in FILE.
+settled() { objects >"$VM_OUT/objects.txt" && diff "$1" "$VM_OUT/objects.txt" >"$VM_OUT/objects.diff"; }
+# no_leak FILE: settled within 20 s.
+no_leak() {
+	local i
+	for ((i = 0; i < 100; i++)); do
+		if settled "$1"; then return 0; fi
+		sleep 0.2
+	done
+	cat "$VM_OUT/objects.diff" >&2
+	die "rdtarget holds more than before"
+}
+# ask FILE COMMAND...: its output into $VM_OUT/FILE; it must succeed.
+ask() {
+	local f=$VM_OUT/$1
+	shift
+	timeout 60 "$@" >"$f" 2>"$f.err" || { local r=$?; cat "$f" "$f.err" >&2; die "$* ended with $r"; }
+	[ -s "$f.err" ] || rm -f "$f.err"
+}
+# refused FILE COMMAND...: output and messages into $VM_OUT/FILE; it must fail by itself.
+refused() {
+	local f=$VM_OUT/$1 r=0
+	shift
+	timeout 60 "$@" >"$f" 2>&1 || r=$?
+	[ $r != 0 ] || die "went through: $*"
+	[ $r != 124 ] || die "had to be ended: $*"
+}
+# told FROM FILE: what the kernel has said since line FROM of its log.
+said() { dmesg | wc -l; }
+told() { dmesg | tail -n +$(($1 + 1)) >"$VM_OUT/$2"; }

@@ -349,13 +349,13 @@ func (a *attachment) stop() error {
 	a.detaching.Store(true)
 	a.env.Notify("STOPPING=1")
 	if a.kdev == nil {
-		return a.end(false)
+		return a.end(false, nil)
 	}
 	if err := a.kdev.ShortenDeadTimeout(a.s.DetachTimeout); err != nil {
 		a.log.Warn("stopping", "err", err)
 	}
 	err := a.releaseDevice()
-	return errors.Join(err, a.end(false))
+	return a.end(false, err)
 }
 
 // detach ends the attachment on request. Without force it changes nothing unless all
@@ -399,7 +399,7 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 	if n := a.nbd.Stats().Exports[0].Connections; a.kdev == nil && n > 0 {
 		warnings = append(warnings, fmt.Sprintf("%s of %s cut off; what had no answer yet has failed", counted(n, "connected NBD client"), a.socket))
 	}
-	err := errors.Join(kernel, a.end(force))
+	err := a.end(force, kernel)
 	ans := detachAnswer{Flushed: err == nil}
 	if err != nil {
 		if !force {
@@ -412,10 +412,11 @@ func (a *attachment) detach(force bool) (detachAnswer, error) {
 }
 
 // end drains the NBD clients, flushes, and disconnects, all within DetachTimeout.
-// force does not wait for a target that is away. The error says what may be lost; the
-// attachment has ended all the same.
-func (a *attachment) end(force bool) (err error) {
+// force does not wait for a target that is away. The error says what may be lost, before (what the kernel's
+// device has lost already) included; the attachment has ended all the same.
+func (a *attachment) end(force bool, before error) (err error) {
 	defer func() {
+		err = errors.Join(before, err)
 		a.ended = true
 		// Also if it was forced: who forces it is told, but who supervises this program (a script, a
 		// service manager) must not take an end with something lost for a good one.

@@ -145,6 +145,22 @@ func TestKernelTarget(t *testing.T) {
 	interop(t, "rdinit.sh", "rdblk/cmd/rdinit")
 }
 
+// Every kind of I/O, on the kernel's target; guest/nvmet-lib.sh says what the names stand for.
+func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe") }
+
+func overFabrics(t *testing.T, name string, fabrics ...string) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	bin := Build(t, "rdblk/cmd/rdinit")
+	for _, f := range fabrics {
+		t.Run(f, func(t *testing.T) {
+			Run(t, Config{Program: filepath.Join(Dir(), "guest", name), Args: []string{bin}, Show: []string{filepath.Dir(bin)},
+				Env: []string{"FABRIC=" + f}, Timeout: 10 * time.Minute})
+		})
+	}
+}
+
 // rdinit attaches /dev/nbdN by itself.
 func TestBlockDevice(t *testing.T) {
 	if testing.Short() {

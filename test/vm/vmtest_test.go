@@ -113,12 +113,12 @@ func TestSmoke(t *testing.T) {
 	}
 }
 
-// Our software provider and siw, with rdma-core's rping on the other side.
+// Our providers, with rdma-core's rping on the other side: software on siw, devices on siw and on rxe.
 func TestRping(t *testing.T) {
 	if testing.Short() {
 		t.Skip("boots a virtual machine")
 	}
-	interop(t, "rping.sh", "rdblk/test/vm/rping")
+	interop(t, "rping.sh", "rdblk/rdma/examples/rping")
 }
 
 // The kernel's host attaches to rdtarget.

@@ -1,32 +1,39 @@
 #!/bin/bash
-# Our software provider against rdma-core's rping on siw, as client and as server: sizes around
-# segment boundaries, CRC asked for by either side, small MTU, peer-to-peer set-up, large FPDUs.
+# Our rping against rdma-core's, as client and as server. On the software provider with siw on the other side:
+# sizes around segment boundaries, CRC asked for by either side, small MTU, peer-to-peer set-up, large FPDUs. Then
+# on devices at both ends, siw and rxe.
 # Arguments: our rping program.
 . "$VM_REPO/test/vm/lib.sh"
 ours=$1
 siw_up
 P=/sys/module/siw/parameters
 [ -z "${CAPTURE_TO:-}" ] || capture_start lo "$VM_OUT/$CAPTURE_TO" tcp portrange 7000-7400
-port=7000 bad=0
+port=7000 bad=0 provider=iwarp addr=$SIW
 report() { # NAME STATUS FILE...
 	if [ "$2" = 0 ]; then note "ok: $1"; else note "FAILED ($2): $1"; tail -n 3 "${@:3}"; bad=$((bad + 1)); fi
+}
+listens() { # rxe has no TCP port to look for
+	case $addr in
+	"$SIW") wait_for 10 sh -c "ss -tln | grep -q $SIW:$port" ;;
+	*) wait_for 10 sh -c "rdma resource show cm_id | grep LISTEN | grep -q :$port" ;;
+	esac
 }
 both() { # NAME SIZE [OPTION of ours]
 	local rc server
 	port=$((port + 1))
-	timeout 60 rping -s -a $SIW -p $port -C 10 -S "$2" >"$VM_OUT/s.txt" 2>&1 & server=$!
-	wait_for 10 sh -c "ss -tln | grep -q $SIW:$port"
+	timeout 60 rping -s -a $addr -p $port -C 10 -S "$2" >"$VM_OUT/s.txt" 2>&1 & server=$!
+	listens
 	rc=0
-	timeout 60 "$ours" -c -a $SIW -p $port -C 10 -S "$2" "${@:3}" >"$VM_OUT/c.txt" 2>&1 || rc=$?
+	timeout 60 "$ours" -c -provider $provider -a $addr -p $port -C 10 -S "$2" "${@:3}" >"$VM_OUT/c.txt" 2>&1 || rc=$?
 	wait $server || rc="$rc, server $?"
-	report "$1, $2 bytes, ours connects" "$rc" "$VM_OUT/s.txt" "$VM_OUT/c.txt"
+	report "$1, $2 bytes ($provider), ours connects" "$rc" "$VM_OUT/s.txt" "$VM_OUT/c.txt"
 	port=$((port + 1))
-	timeout 60 "$ours" -s -a $SIW -p $port -C 10 "${@:3}" >"$VM_OUT/s.txt" 2>&1 & server=$!
-	wait_for 10 sh -c "ss -tln | grep -q $SIW:$port"
+	timeout 60 "$ours" -s -provider $provider -a $addr -p $port -C 10 "${@:3}" >"$VM_OUT/s.txt" 2>&1 & server=$!
+	listens
 	rc=0
-	timeout 60 rping -c -a $SIW -p $port -C 10 -S "$2" -V >"$VM_OUT/c.txt" 2>&1 || rc=$?
+	timeout 60 rping -c -a $addr -p $port -C 10 -S "$2" -V >"$VM_OUT/c.txt" 2>&1 || rc=$?
 	wait $server || rc="$rc, server $?"
-	report "$1, $2 bytes, siw connects" "$rc" "$VM_OUT/s.txt" "$VM_OUT/c.txt"
+	report "$1, $2 bytes ($provider), theirs connects" "$rc" "$VM_OUT/s.txt" "$VM_OUT/c.txt"
 }
 for size in 64 1023 4096 32768 65535; do both plain $size; done
 both "CRC by ours" 65535 -crc
@@ -37,5 +44,14 @@ both "MTU 1500" 65535
 both "MTU 1500, CRC" 65535 -crc
 echo 1 >$P/try_gso; both "MTU 1500, large FPDUs" 65535; echo 0 >$P/try_gso
 [ -z "${CAPTURE_TO:-}" ] || capture_stop
+ip link set lo mtu 65536
+provider=verbs
+for size in 64 1023 65535; do both "siw, devices" $size; done
+rdma link delete siw0
+rxe_up
+addr=$RXE
+for size in 64 1023 65535; do both "rxe, devices" $size; done
+provider=auto
+both "rxe, the device that has the address" 4096
 kernel_clean
 [ $bad = 0 ] || die "$bad cases"

@@ -53,7 +53,7 @@ for pair; do
 	nbdcopy /run/data "nbd+unix:///?socket=$sock"
 	cmp -n 8388608 /run/data /run/disk.img
 	note "data is in the target's file"
-	fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=24m offset_increment=32m
+	fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=16m offset_increment=32m
 	note "fio verify, 4 jobs, depth 32, 4k-1m done"
 	fio_verify '' "${nbd[@]}" size=24m bsrange=32k-32k rate_iops=80 & load=$!
 	sleep 4

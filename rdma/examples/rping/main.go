@@ -1,9 +1,9 @@
-// Command rping speaks the protocol of rdma-core's rping, as client or server, on one of
-// our verbs providers. Between it and the original the two implementations check each other's Sends,
-// Reads and Writes; each end compares the data.
+// Command rping is the smallest use of the verbs engine that does everything once: it speaks the protocol of
+// rdma-core's rping, as client or server, on either provider. Between it and the original the two
+// implementations check each other's Sends, Reads and Writes; each end compares the data.
 //
-//	rping -s -a ADDR [-C count]              one connection, then it ends
-//	rping -c -a ADDR [-C count] [-S size]
+//	rping -s -a ADDR [-provider auto|verbs|iwarp] [-C count]              one connection, then it ends
+//	rping -c -a ADDR [-provider auto|verbs|iwarp] [-C count] [-S size]
 //
 // The protocol: the client sends address, rkey and length (16 bytes, big endian) of a buffer with a
 // text; the server reads it by RDMA Read and sends 16 bytes of no meaning; the client sends address, rkey
@@ -23,6 +23,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"rdblk/internal/provider"
 	"rdblk/rdma"
 	"rdblk/rdma/iwarp"
 )
@@ -51,7 +52,8 @@ func main() {
 	port := flag.Uint("p", 7174, "port")
 	count := flag.Int("C", 0, "rounds; 0: until the peer ends (server)")
 	size := flag.Int("S", 64, "bytes of text (client)")
-	crc := flag.Bool("crc", false, "ask for CRC")
+	crc := flag.Bool("crc", false, "ask for CRC (iwarp)")
+	mode := flag.String("provider", provider.Auto, "RDMA `provider`: auto, verbs or iwarp")
 	flag.Parse()
 	ip, err := netip.ParseAddr(*addr)
 	if err != nil || *server == *client || *port > 65535 || *size < 32 || *size > maxSize {
@@ -59,15 +61,18 @@ func main() {
 		os.Exit(2)
 	}
 	at := netip.AddrPortFrom(ip, uint16(*port))
-	var n int
-	mode := iwarp.CRCOff
+	cfg := provider.Config{Mode: *mode, Software: iwarp.Config{CRC: iwarp.CRCOff}, LockedMemory: memSize}
 	if *crc {
-		mode = iwarp.CRCOn
+		cfg.Software.CRC = iwarp.CRCOn
 	}
-	if *server {
-		n, err = serve(at, *count, mode)
-	} else {
-		n, err = ping(at, *count, *size, mode)
+	var n int
+	p, err := provider.New(cfg)
+	switch {
+	case err != nil:
+	case *server:
+		n, err = serve(p, at, *count)
+	default:
+		n, err = ping(p, at, *count, *size)
 	}
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "rping: after %d rounds: %v\n", n, err)
@@ -226,11 +231,7 @@ func text(b []byte, i int) {
 	b[len(b)-1] = 0
 }
 
-func ping(to netip.AddrPort, count, size int, crc iwarp.CRCMode) (done int, err error) {
-	p, err := iwarp.New(iwarp.Config{CRC: crc})
-	if err != nil {
-		return 0, err
-	}
+func ping(p rdma.Provider, to netip.AddrPort, count, size int) (done int, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	c, err := p.Dial(ctx, netip.Addr{}, to)
@@ -263,11 +264,7 @@ func ping(to netip.AddrPort, count, size int, crc iwarp.CRCMode) (done int, err 
 	return done, c.Disconnect()
 }
 
-func serve(at netip.AddrPort, count int, crc iwarp.CRCMode) (done int, err error) {
-	p, err := iwarp.New(iwarp.Config{CRC: crc})
-	if err != nil {
-		return 0, err
-	}
+func serve(p rdma.Provider, at netip.AddrPort, count int) (done int, err error) {
 	l, err := p.Listen(at, rdma.ListenConfig{})
 	if err != nil {
 		return 0, err
@@ -292,8 +289,8 @@ func serve(at netip.AddrPort, count int, crc iwarp.CRCMode) (done int, err error
 	for {
 		addr, key, n, err := e.advertisement()
 		if err != nil {
-			if done > 0 && done >= count && errors.Is(err, rdma.ErrDisconnected) {
-				return done, nil
+			if done > 0 && done >= count && c.Err() != nil {
+				return done, nil // a client that has had its rounds may go as it likes
 			}
 			return done, err
 		}

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"testing"
 
 	"rdblk/rdma"
 )
@@ -347,10 +346,6 @@ func testRandomTraffic(s *Suite) {
 	t := s.T
 	r := rng(t)
 	const slots, slotSize = 32, 24 << 10
-	rounds := 120
-	if testing.Short() {
-		rounds = 30
-	}
 	p := s.Connect(nil, nil, PairConfig{IRD: 4, ORD: 4, MemSize: 4 * slots * slotSize}, nil, nil)
 	// Layout of each side: out (what it sends), in (what it receives by Send), window
 	// (what the peer writes), sink (what it reads).
@@ -364,7 +359,7 @@ func testRandomTraffic(s *Suite) {
 	p.A.Post(t, rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled}) // lets B speak
 	p.WaitOK(p.B, 1)
 	p.WaitOK(p.A, 1)
-	for round := range rounds {
+	for round := range rounds(120, 30) {
 		type check struct {
 			what     string
 			got, exp []byte

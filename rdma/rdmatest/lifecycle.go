@@ -158,7 +158,7 @@ func testCloseDrops(s *Suite) {
 	a, b := NewSide(t, "active", dev, 4096, 4<<20), NewSide(t, "passive", dev, 4096, 4<<20)
 	t.Cleanup(func() { a.Close(t); b.Close(t) })
 	witness := s.Connect(a, b, PairConfig{}, nil, nil)
-	for round := range 30 {
+	for round := range rounds(30, 12) {
 		p := s.Connect(a, b, PairConfig{}, func(e *End) {
 			for i := range 8 {
 				e.PostRecv(t, uint64(i), i*4096, 4096)
@@ -374,7 +374,7 @@ func sleeper(t testing.TB, s *Side, stop *atomic.Bool, step func(wc []rdma.WC) b
 // messages and large Reads going.
 func testSleepingOwners(s *Suite) {
 	t := s.T
-	const rounds = 2000
+	most := rounds(2000, 500)
 	p := s.Connect(nil, nil, PairConfig{MemSize: 2 << 20, QP: rdma.QPConfig{MaxSend: 8, MaxRecv: 8}}, func(e *End) { e.PostRecv(t, 1, 0, 64) }, func(e *End) { e.PostRecv(t, 1, 0, 64) })
 	var stop atomic.Bool
 	end := func(e, other *End, first bool) func() {
@@ -396,6 +396,9 @@ func testSleepingOwners(s *Suite) {
 			}
 			sleeper(t, e.Side, &stop, func(wc []rdma.WC) bool {
 				for _, w := range wc {
+					if w.Status == rdma.StatusFlush && stop.Load() {
+						return false // the other end has had its messages, and disconnected
+					}
 					if w.Status != rdma.StatusSuccess {
 						t.Errorf("%+v", w)
 						return false
@@ -404,7 +407,7 @@ func testSleepingOwners(s *Suite) {
 						continue
 					}
 					count++
-					if count == rounds && first {
+					if count == most && first {
 						return false
 					}
 					if _, err := e.QP.PostRecv(rdma.RecvWR{ID: 1, SGL: []rdma.SGE{e.SGE(0, 64)}}); err != nil {
@@ -432,7 +435,7 @@ func testSleepingOwners(s *Suite) {
 // register memory and connect, all on one device. For the race detector.
 func testManyOwners(s *Suite) {
 	t := s.T
-	const owners, rounds = 3, 300
+	const owners, most = 3, 300
 	var wg sync.WaitGroup
 	var stop atomic.Bool
 	dev := deviceOf(s)
@@ -484,13 +487,13 @@ func testManyOwners(s *Suite) {
 			sent := int64(0)
 			loop(a, func() bool {
 				a.got[a.QP.Num()] = nil
-				if sent == answered.Load() && sent < rounds {
+				if sent == answered.Load() && sent < most {
 					sent++
 					a.QP.PostSend(rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{a.SGE(0, 3000)}, RemoteAddr: b.At(4096), RKey: b.MR.RKey()},
 						rdma.SendWR{Op: rdma.OpRead, SGL: []rdma.SGE{a.SGE(8192, 3000)}, RemoteAddr: b.At(4096), RKey: b.MR.RKey()},
 						rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled | rdma.FlagFence, SGL: []rdma.SGE{a.SGE(0, 16)}})
 				}
-				return answered.Load() == rounds
+				return answered.Load() == most
 			})
 		}()
 		go loop(b, func() bool {
@@ -502,7 +505,7 @@ func testManyOwners(s *Suite) {
 				answered.Add(1)
 			}
 			b.got[b.QP.Num()] = nil
-			return answered.Load() == rounds
+			return answered.Load() == most
 		})
 	}
 	work.Wait()
@@ -587,15 +590,12 @@ func testPeerNeverPolls(s *Suite) {
 // testRounds connects and disconnects again and again.
 func testRounds(s *Suite) {
 	t := s.T
-	rounds := 1000
-	if testing.Short() {
-		rounds = 100
-	}
+	most := rounds(1000, 100)
 	dev := deviceOf(s)
 	a, b := NewSide(t, "active", dev, 64, 4096), NewSide(t, "passive", dev, 64, 4096)
 	t.Cleanup(func() { a.Close(t); b.Close(t) })
 	var g, f int
-	for round := range rounds + 10 {
+	for round := range most + 10 {
 		if round == 10 { // warm
 			NoLeakSoon(t)
 			g, f = Resources(t)

@@ -139,6 +139,14 @@ func rng(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
+// rounds is n, or fewer with -short: a device in an emulated machine is slow.
+func rounds(n, short int) int {
+	if testing.Short() {
+		return short
+	}
+	return n
+}
+
 // fill writes a pattern that differs for every seed and position.
 func fill(b []byte, seed uint64) {
 	x := seed*0x9E3779B97F4A7C15 + 1

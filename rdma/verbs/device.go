@@ -204,7 +204,11 @@ func (p *Provider) device(ctx *C.struct_vb_context) (*device, error) {
 		d.inv |= flagWithInvRxe
 	}
 	if d.siw {
-		o.guard.Do(func() { C.vb_guard(ctx) })
+		o.reading.Lock()
+		if !o.guarded {
+			o.guarded, o.guard = true, C.vb_guard(ctx)
+		}
+		o.reading.Unlock()
 	}
 	for old := range p.devs {
 		if old.removed.Load() {

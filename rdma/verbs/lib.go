@@ -69,8 +69,9 @@ type opened struct {
 	name    string
 	file    string // "uverbs0"
 	events  *os.File
-	reading sync.Mutex // events are fetched and handled under it
-	guard   sync.Once
+	reading sync.Mutex // events are fetched and handled under it, and it is let go
+	guarded bool       // the next is set; reading
+	guard   *C.struct_vb_cq
 	objects atomic.Int64 // PDs and CQs
 	removed atomic.Bool
 	let     bool // its descriptors are closed, and librdmacm may free it; reading
@@ -136,7 +137,11 @@ func (l *library) watch(fd int, name string, f func()) (*os.File, error) {
 	}
 	go func() {
 		defer file.Close()
-		if err := rc.Read(func(uintptr) bool { f(); return false }); err != nil && !errors.Is(err, os.ErrClosed) {
+		err := rc.Read(func(uintptr) bool { f(); return false })
+		if _, e := file.Stat(); errors.Is(e, os.ErrClosed) {
+			return // by letGo
+		}
+		if err != nil {
 			l.log(slog.LevelError, "RDMA event channel is lost", "channel", name, "err", err)
 		}
 	}()
@@ -383,7 +388,7 @@ func (o *opened) letGo() {
 			return
 		}
 		o.let = true
-		C.vb_let_go(o.ctx)
+		C.vb_let_go(o.ctx, o.guard)
 		o.l.mu.Lock()
 		delete(o.l.opened, o.ctx)
 		delete(o.l.known, o.name)
@@ -446,6 +451,8 @@ func memoryError(e syscall.Errno, need int) error {
 		return fmt.Errorf("%w: %w", rdma.ErrNotSupported, e)
 	case unix.ETIMEDOUT:
 		return fmt.Errorf("%w: %w", rdma.ErrTimeout, e)
+	case unix.ENOTTY: // what letGo has put in its place does not know the request
+		return errRemoved
 	}
 	return e
 }

@@ -155,7 +155,8 @@ void vb_async_ack(struct vb_async_event *ev) { p_ibv_ack_async_event(ev); }
 // vb_let_go puts /dev/null in the place of a context's descriptors. The kernel removes some devices only when no
 // process has them open, and librdmacm, whose the context is, keeps its contexts open. The numbers stay taken, so
 // that the library can still close them.
-int vb_let_go(struct vb_context *ctx) {
+int vb_let_go(struct vb_context *ctx, struct vb_cq *guard) {
+	if (guard) p_ibv_destroy_cq(guard); // its mapping holds the file too
 	int null = open("/dev/null", O_RDWR | O_CLOEXEC);
 	if (null < 0) return errno;
 	int err = 0;
@@ -172,9 +173,9 @@ int vb_gone(struct vb_context *ctx) {
 // vb_guard is for siw. Its library takes the mapping offset 0x90000 (SIW_INVAL_UOBJ_KEY) for "no mapping", and the
 // kernel gives it to whatever comes when the 144 pages below are taken: every queue that is made then fails, without
 // an error number. A queue that begins one page below and stays takes the offset out of the way.
-int vb_guard(struct vb_context *ctx) {
-	struct vb_cq *fill[512];
-	int n = 0, entries = 0;
+struct vb_cq *vb_guard(struct vb_context *ctx) {
+	struct vb_cq *fill[512], *guard = NULL;
+	int n = 0;
 	while (n < 512) {
 		errno = 0;
 		fill[n] = p_ibv_create_cq(ctx, 1, NULL, NULL, 0); // one page
@@ -184,13 +185,13 @@ int vb_guard(struct vb_context *ctx) {
 		}
 		if (errno == 0 && n > 0) { // found
 			p_ibv_destroy_cq(fill[--n]);
-			for (int k = 64; k <= 4096 && !entries; k *= 2) { // smallest of two pages, whatever a page is
+			for (int k = 64; k <= 4096 && !guard; k *= 2) { // smallest of two pages, whatever a page is
 				struct vb_cq *cq = p_ibv_create_cq(ctx, k, NULL, NULL, 0);
 				if (!cq) break;
 				struct vb_cq *next = p_ibv_create_cq(ctx, 1, NULL, NULL, 0);
 				if (next) { // it got the offset behind: the guard covers the bad one
 					p_ibv_destroy_cq(next);
-					entries = k;
+					guard = cq;
 				} else {
 					p_ibv_destroy_cq(cq);
 				}
@@ -199,7 +200,7 @@ int vb_guard(struct vb_context *ctx) {
 		break;
 	}
 	while (n > 0) p_ibv_destroy_cq(fill[--n]);
-	return entries;
+	return guard;
 }
 
 // --- Memory

@@ -22,9 +22,9 @@ int vb_query(struct vb_context *ctx, struct vb_device_attr *attr);
 int vb_probe_inline(struct vb_context *ctx); // bytes
 int vb_async_next(struct vb_context *ctx, struct vb_async_event *ev); // EAGAIN: none; acknowledge it with vb_async_ack
 void vb_async_ack(struct vb_async_event *ev);
-int vb_let_go(struct vb_context *ctx); // closes the kernel's files of a device that was removed
+int vb_let_go(struct vb_context *ctx, struct vb_cq *guard); // closes the kernel's files of a device that was removed
 int vb_gone(struct vb_context *ctx);   // whether vb_let_go was called
-int vb_guard(struct vb_context *ctx);  // see shim.c; entries of the guard or 0
+struct vb_cq *vb_guard(struct vb_context *ctx); // see shim.c; NULL: not needed
 
 int vb_alloc_pd(struct vb_context *ctx, void **pd);
 int vb_dealloc_pd(void *pd);

@@ -18,6 +18,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -136,20 +137,7 @@ func addresses(name string) (list []netip.Addr) {
 		return nil
 	}
 	for _, port := range ports {
-		netdevs := map[string]bool{}
-		files, _ := filepath.Glob(filepath.Join(port, "gid_attrs/ndevs/*"))
-		for _, f := range files {
-			if b, err := os.ReadFile(f); err == nil {
-				netdevs[strings.TrimSpace(string(b))] = true
-			}
-		}
-		// iWARP has no such table; the first GID begins with the hardware address.
-		var mac []byte
-		if b, err := os.ReadFile(filepath.Join(port, "gids/0")); err == nil && len(netdevs) == 0 {
-			if raw, err := hex.DecodeString(strings.ReplaceAll(strings.TrimSpace(string(b)), ":", "")); err == nil && len(raw) == 16 {
-				mac = raw[:6]
-			}
-		}
+		netdevs, mac := netdevsOf(port)
 		for _, i := range ifs {
 			if !netdevs[i.Name] && (len(mac) == 0 || !bytes.Equal(mac, i.HardwareAddr)) {
 				continue
@@ -167,6 +155,41 @@ func addresses(name string) (list []netip.Addr) {
 		}
 	}
 	return list
+}
+
+// netdevsOf finds the network interfaces of a port, a directory ports/N in sysfs: by name, or by hardware address.
+func netdevsOf(port string) (names map[string]bool, mac []byte) {
+	names = map[string]bool{}
+	line := func(path string) string {
+		b, _ := os.ReadFile(path)
+		return strings.TrimSpace(string(b))
+	}
+	if line(filepath.Join(port, "link_layer")) == "InfiniBand" {
+		// The GID table names none; IP runs over interfaces of the same adapter, which number their ports from 0.
+		n, _ := strconv.Atoi(filepath.Base(port))
+		devs, _ := filepath.Glob(filepath.Join(port, "../../device/net/*"))
+		for _, d := range devs {
+			const typeInfiniBand = "32" // ARPHRD_INFINIBAND
+			p, err := strconv.ParseInt(line(filepath.Join(d, "dev_port")), 0, 32)
+			if line(filepath.Join(d, "type")) == typeInfiniBand && err == nil && int(p) == n-1 {
+				names[filepath.Base(d)] = true
+			}
+		}
+		return names, nil
+	}
+	files, _ := filepath.Glob(filepath.Join(port, "gid_attrs/ndevs/*"))
+	for _, f := range files {
+		if s := line(f); s != "" {
+			names[s] = true
+		}
+	}
+	// iWARP has no such table; the first GID begins with the hardware address.
+	if len(names) == 0 {
+		if raw, err := hex.DecodeString(strings.ReplaceAll(line(filepath.Join(port, "gids/0")), ":", "")); err == nil && len(raw) == 16 {
+			mac = raw[:6]
+		}
+	}
+	return names, mac
 }
 
 // device is an open device: a context, which belongs to librdmacm and stays open.

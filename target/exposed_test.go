@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 
 	"rdblk/internal/arena"
@@ -21,9 +22,23 @@ type adapter struct {
 
 type adapterDevice struct {
 	rdma.Device
-	change  func(*rdma.DeviceInfo)
+	change func(*rdma.DeviceInfo)
+
+	mu      sync.Mutex
 	failCQ  error
 	regions []int // bytes registered, in order
+}
+
+func (d *adapterDevice) fail(err error) {
+	d.mu.Lock()
+	d.failCQ = err
+	d.mu.Unlock()
+}
+
+func (d *adapterDevice) registered(n int) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Contains(d.regions, n)
 }
 
 type adapterListener struct {
@@ -76,14 +91,19 @@ func (d *adapterDevice) AllocPD() (rdma.PD, error) {
 }
 
 func (d *adapterDevice) CreateCQ(n int) (rdma.CQ, error) {
-	if d.failCQ != nil {
-		return nil, d.failCQ
+	d.mu.Lock()
+	err := d.failCQ
+	d.mu.Unlock()
+	if err != nil {
+		return nil, err
 	}
 	return d.Device.CreateCQ(n)
 }
 
 func (p *adapterPD) Register(mem []byte, access rdma.Access) (rdma.MR, error) {
+	p.dev.mu.Lock()
 	p.dev.regions = append(p.dev.regions, len(mem))
+	p.dev.mu.Unlock()
 	return p.PD.Register(mem, access)
 }
 
@@ -103,7 +123,7 @@ func TestConnectionsOfAnExposedDeviceShareNothing(t *testing.T) {
 	a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = true })
 	r.listenOn(a)
 	one, two := r.attach(sessionOptions{queues: 1}), r.attach(sessionOptions{queues: 1})
-	if slices.Contains(a.dev.regions, 64<<20) {
+	if a.dev.registered(64 << 20) {
 		t.Error("the buffers of the whole worker were registered")
 	}
 	l := r.tgt.lanes[0]
@@ -174,12 +194,12 @@ func TestDeviceOutOfResources(t *testing.T) {
 		r := newRig(t, Config{Workers: 1}, memDevice(t, 1<<20))
 		a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = autonomous })
 		r.listenOn(a)
-		a.dev.failCQ = errors.New("no more completion queues")
+		a.dev.fail(errors.New("no more completion queues"))
 		var rej *rdma.RejectError
 		if _, err := r.dial(0, dialOptions{}); !errors.As(err, &rej) {
 			t.Errorf("%v", err)
 		}
-		a.dev.failCQ = nil
+		a.dev.fail(nil)
 		s := r.attach(sessionOptions{queues: 1})
 		s.io[0].ok(s.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
 	}

@@ -48,6 +48,14 @@ type controller struct {
 	gone    chan struct{} // closed when every queue has released everything
 	limits  limits        // as they were when it began: what the host has been told
 
+	// ns is what the host sees of the subsystem's namespaces. That is all of them but
+	// those that took the identifier of one which this host knew as another disk: what it has
+	// sent to that one may still be on its way, on any queue, and must not land here. Replaced
+	// as a whole under Target.mu, which guards knew and hidden, too.
+	ns     atomic.Pointer[nsTable]
+	knew   map[uint32]disk // namespaces that it saw and that were removed; at most MaxNamespaces
+	hidden int             // namespaces that it does not see
+
 	// traffic says that a command came since the keep-alive timer looked last. All
 	// queues set it.
 	traffic atomic.Bool
@@ -110,6 +118,7 @@ func (t *Target) newController(sub *subsystem, id uint16, q *queue, p path, kato
 	c.mu.Lock()
 	c.startTimer()
 	c.mu.Unlock()
+	c.ns.Store(sub.ns.Load())
 	sub.controllers[id] = c
 	t.numControllers++
 	return c

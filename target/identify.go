@@ -35,7 +35,7 @@ func (c *controller) identify(cmd *protocol.Command, b []byte) ([]byte, protocol
 	if c.sub.discovery {
 		return nil, badField
 	}
-	table := *c.sub.ns.Load()
+	table := *c.ns.Load()
 	ns := table.get(nsid)
 	switch cmd.CNS() {
 	case protocol.CNSNamespace, protocol.CNSAllocatedNamespace:

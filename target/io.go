@@ -14,7 +14,7 @@ import (
 
 // onNamespace finds and takes the namespace of a command.
 func (r *request) onNamespace(changes bool) (*namespace, protocol.Status) {
-	ns := r.q.ctrl.sub.ns.Load().get(r.cmd.NSID())
+	ns := r.q.ctrl.ns.Load().get(r.cmd.NSID())
 	if ns == nil {
 		return nil, protocol.StatusInvalidNamespace.WithDNR()
 	}

@@ -88,8 +88,11 @@ func (s *opStats) observe(r *request) {
 }
 
 // AddNamespace serves dev under the namespace identifier nsid, 0 = the lowest free
-// one, and returns the identifier. Hosts that are connected are told. The device
-// stays the caller's, who closes it after RemoveNamespace, Shutdown or Close.
+// one, and returns the identifier. Hosts that are connected are told, except those that
+// knew another disk (another UUID or block size) under that identifier: they see the new
+// one once they have connected again, because commands that they sent to the old one may
+// arrive at any time. The device stays the caller's, who closes it after RemoveNamespace,
+// Shutdown or Close.
 func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) {
 	info := dev.Info()
 	fail := func(err error) (uint32, error) {
@@ -146,8 +149,20 @@ func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) 
 	next := table.with(nsid, ns)
 	t.sub.ns.Store(&next)
 	t.namespaces.Add(1)
-	t.namespaceChanged(nsid)
+	t.trace.Event(protocol.EventNamespaceChanged.String(), nsid)
+	hidden := 0
+	for _, c := range t.sub.controllers {
+		if c.added(ns, &next) {
+			c.namespaceChanged(nsid)
+		} else {
+			hidden++
+		}
+	}
 	t.mu.Unlock()
+	if hidden > 0 {
+		t.log.Warn("hosts that are connected knew another disk under this namespace identifier: they see the new one when they have connected again",
+			"ns", nsid, "dev", info.Name, "associations", hidden)
+	}
 	t.log.Info("namespace added", "ns", nsid, "dev", info.Name, "bytes", info.Size, "block", info.BlockSize,
 		"read_only", info.ReadOnly, "uuid", ns.uuid)
 	return nsid, nil
@@ -161,30 +176,49 @@ var namespaceUUIDs = protocol.UUID{0x6b, 0x0f, 0x6d, 0x3e, 0x5a, 0x55, 0x4c, 0x0
 // usual, hosts that are connected are told. It returns when the device is not in use any
 // more, so it waits for what the back end is doing, and Shutdown and Close wait for it.
 func (t *Target) RemoveNamespace(nsid uint32) error {
+	wait, err := t.BeginRemoveNamespace(nsid)
+	if err != nil {
+		return err
+	}
+	wait()
+	return nil
+}
+
+// BeginRemoveNamespace is the part of RemoveNamespace that does not wait: when it has
+// returned without an error no new command finds the namespace. wait, to be called once,
+// is the rest. With an error (ErrNoNamespace, or ErrClosed once Shutdown or Close was
+// called) nothing has changed, and the device is in use for as long as the target.
+func (t *Target) BeginRemoveNamespace(nsid uint32) (wait func(), err error) {
 	t.mu.Lock()
 	table := *t.sub.ns.Load()
 	ns := table.get(nsid)
 	if ns == nil {
 		t.mu.Unlock()
-		return fmt.Errorf("%w: %d", ErrNoNamespace, nsid)
+		return nil, fmt.Errorf("%w: %d", ErrNoNamespace, nsid)
 	}
 	if t.closing { // Shutdown or Close ends it with all others
 		t.mu.Unlock()
-		return ErrClosed
+		return nil, ErrClosed
 	}
 	next := table.with(nsid, nil)
 	t.sub.ns.Store(&next)
 	t.namespaces.Add(-1)
-	t.namespaceChanged(nsid)
+	t.trace.Event(protocol.EventNamespaceChanged.String(), nsid)
+	for _, c := range t.sub.controllers {
+		if c.removed(ns, &next) {
+			c.namespaceChanged(nsid)
+		}
+	}
 	t.retiring++
 	hosts := len(t.sub.controllers)
 	t.mu.Unlock()
 	t.log.Info("namespace removed", "ns", nsid, "dev", ns.info.Name, "associations", hosts)
-	ns.retire()
-	t.mu.Lock()
-	t.retiring--
-	t.mu.Unlock()
-	return nil
+	return func() {
+		ns.retire()
+		t.mu.Lock()
+		t.retiring--
+		t.mu.Unlock()
+	}, nil
 }
 
 // retire waits until nothing uses the namespace and releases what it has. It is in
@@ -255,18 +289,13 @@ func (t *Target) Refresh() error {
 		case info.Size > old:
 			t.mu.Lock()
 			ns.size.Store(info.Size)
-			t.namespaceChanged(ns.id)
+			t.trace.Event(protocol.EventNamespaceChanged.String(), ns.id)
+			for _, c := range t.sub.controllers {
+				c.namespaceChanged(ns.id)
+			}
 			t.mu.Unlock()
 			t.log.Info("namespace grew", "ns", ns.id, "dev", info.Name, "from_bytes", old, "bytes", info.Size)
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// namespaceChanged tells every controller. Target.mu is held.
-func (t *Target) namespaceChanged(nsid uint32) {
-	t.trace.Event(protocol.EventNamespaceChanged.String(), nsid)
-	for _, c := range t.sub.controllers {
-		c.namespaceChanged(nsid)
-	}
 }

@@ -43,6 +43,48 @@ func (t nsTable) with(nsid uint32, ns *namespace) nsTable {
 	return n
 }
 
+// disk is what an identifier stood for to a host: which one, and how blocks are counted
+// on it.
+type disk struct {
+	uuid  protocol.UUID
+	shift uint8
+}
+
+func (ns *namespace) disk() disk { return disk{ns.uuid, ns.shift} }
+
+// added lets the host see a namespace, unless it knew another disk under that identifier,
+// and reports whether it does. all is the subsystem's table with it. Target.mu is held.
+func (c *controller) added(ns *namespace, all *nsTable) bool {
+	if was, ok := c.knew[ns.id]; ok && was != ns.disk() {
+		c.hidden++
+		return false
+	}
+	c.see(ns.id, ns, all)
+	return true
+}
+
+// removed is the opposite. It reports whether the host saw the namespace. Target.mu is held.
+func (c *controller) removed(ns *namespace, all *nsTable) bool {
+	if c.ns.Load().get(ns.id) != ns {
+		c.hidden--
+		return false
+	}
+	if c.knew == nil {
+		c.knew = map[uint32]disk{}
+	}
+	c.knew[ns.id] = ns.disk()
+	c.see(ns.id, nil, all)
+	return true
+}
+
+func (c *controller) see(nsid uint32, ns *namespace, all *nsTable) {
+	if c.hidden > 0 {
+		own := c.ns.Load().with(nsid, ns)
+		all = &own
+	}
+	c.ns.Store(all)
+}
+
 const maxCNTLID = protocol.MaxCNTLID
 
 // newID takes the next controller identifier that is free. Going round keeps a

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -372,6 +373,76 @@ func TestRemoveNamespaceWaits(t *testing.T) {
 	if id, err := r.tgt.AddNamespace(0, memDevice(t, 1<<20)); id != 1 || err != nil {
 		t.Errorf("lowest free identifier: %d %v", id, err)
 	}
+}
+
+// called is a device with a UUID of the test's choice.
+type called struct {
+	blockdev.TryDevice
+	uuid [16]byte
+}
+
+func (d called) Info() blockdev.Info {
+	in := d.TryDevice.Info()
+	in.UUID = d.uuid
+	return in
+}
+
+// A host that knew one disk under an identifier does not reach another one that takes its
+// place, since what it sent to the first may arrive at any time; neither does it see it. A host
+// that connects later does.
+func TestNamespaceReplaced(t *testing.T) {
+	opened := func(block int, uuid byte) blockdev.Device {
+		d, err := blockdev.NewMem("mem", 1<<20, blockdev.Options{BlockSize: block})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { d.Close() })
+		return called{d.(blockdev.TryDevice), [16]byte{uuid}}
+	}
+	a, b, wide := opened(512, 1), opened(512, 2), opened(4096, 1)
+	r := newRig(t, Config{}, a, memDevice(t, 1<<20))
+	old := r.attach(sessionOptions{queues: 1})
+	old.io[0].ok(old.io[0].rw(protocol.OpWrite, 0, 4096, 0, 0))
+	replace := func(d blockdev.Device) {
+		t.Helper()
+		if err := r.tgt.RemoveNamespace(1); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.tgt.AddNamespace(1, d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sees := func(s *session, want ...uint32) {
+		t.Helper()
+		if got := slices.Collect(protocol.NamespaceList(s.identify(protocol.CNSActiveNamespaces, 0))); !slices.Equal(got, want) {
+			t.Errorf("active namespaces %v, want %v", got, want)
+		}
+	}
+	for _, other := range []blockdev.Device{b, wide, b} {
+		replace(other)
+		for _, op := range []protocol.Opcode{protocol.OpWrite, protocol.OpRead} {
+			old.io[0].want(protocol.StatusInvalidNamespace|dnr, old.io[0].rw(op, 0, 4096, 0, 0))
+		}
+		sees(old, 2)
+	}
+	if _, err := r.tgt.AddNamespace(3, memDevice(t, 1<<20)); err != nil {
+		t.Fatal(err)
+	}
+	sees(old, 2, 3)
+	new := r.attach(sessionOptions{queues: 1})
+	sees(new, 1, 2, 3)
+	new.io[0].ok(new.io[0].rw(protocol.OpWrite, 0, 4096, 0, 0))
+
+	replace(a) // now it is the other way round
+	old.io[0].ok(old.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
+	new.io[0].want(protocol.StatusInvalidNamespace|dnr, new.io[0].rw(protocol.OpWrite, 0, 4096, 0, 0))
+	sees(old, 1, 2, 3)
+	sees(new, 2, 3)
+	if err := r.tgt.RemoveNamespace(2); err != nil {
+		t.Fatal(err)
+	}
+	sees(old, 1, 3)
+	sees(new, 3)
 }
 
 // Close and Shutdown wait for a namespace that is being removed as for any other.

@@ -47,6 +47,9 @@ func (sv *server) add(n namespace) error {
 		}
 	}
 	if _, err := sv.target.AddNamespace(n.NSID, d); err != nil {
+		if s.count != nil {
+			s.count.Close() // while the device is ours: it would be another server's file at our end
+		}
 		d.Close()
 		return err
 	}
@@ -57,14 +60,19 @@ func (sv *server) add(n namespace) error {
 // remove takes a namespace out. Its device is flushed and closed once the storage has
 // answered what hosts had asked, on a goroutine: storage that hangs holds up nothing else.
 func (sv *server) remove(s *served) {
+	// Here and not on the goroutine: a shutdown that comes right after it must not find it half
+	// done, with the device in use and about to be closed.
+	wait, err := sv.target.BeginRemoveNamespace(s.NSID)
+	if err != nil {
+		sv.log.Error("namespace is not removed", "ns", s.NSID, "err", err)
+		return
+	}
 	delete(sv.namespaces, s.NSID)
 	s.closed = make(chan struct{})
 	sv.removals = append(sv.removals, s)
 	go func() {
 		defer close(s.closed)
-		if err := sv.target.RemoveNamespace(s.NSID); err != nil {
-			s.closeErr = err
-		}
+		wait()
 		name := s.dev.Info().Name
 		if info := s.dev.Info(); !info.ReadOnly {
 			if err := s.dev.Flush(); err != nil {

@@ -389,6 +389,69 @@ func TestReloadAddsAndRemovesNamespaces(t *testing.T) {
 	}
 }
 
+// What a reload takes out is out when the order to stop comes, be it in the same moment: the
+// device is not closed under a target that uses it, and nothing is reported lost.
+func TestStopRightAfterReload(t *testing.T) {
+	dir := clitest.Dir(t)
+	cfg, img := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a")
+	if err := os.WriteFile(img, make([]byte, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	write := func(ns string) {
+		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\nnamespaces: ["+ns+"]\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 20 {
+		write(img)
+		r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", filepath.Join(dir, "run"))
+		r.Out.Await(t, "serving")
+		write("'null:1M'")
+		r.Signal(unix.SIGHUP)
+		r.Signal(unix.SIGTERM)
+		if code := r.Wait(t); code != 0 || !strings.Contains(r.Err.String(), "device closed") {
+			t.Fatalf("exit %d: %s", code, r.Err)
+		}
+	}
+}
+
+// A device that was opened and could not be served leaves nothing: another server may have it
+// by the time this one ends, and must find the files of its losses untouched.
+func TestNotAddedLeavesNothing(t *testing.T) {
+	dir := clitest.Dir(t)
+	cfg, img := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a")
+	if err := os.WriteFile(img, make([]byte, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	write := func(ns string) {
+		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\nmax_io: 8k\nnamespaces: ["+ns+"]\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("'null:1M'")
+	r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", filepath.Join(dir, "run"))
+	r.Out.Await(t, "serving")
+	write("'null:1M', {path: '" + img + "', block_size: 64K}")
+	r.Signal(unix.SIGHUP)
+	r.Err.Await(t, `msg="namespace is not added"`)
+	d, err := blockdev.Open(img, blockdev.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	count := losses.Open(losses.DefaultDir(), losses.Key(img, d.Info()), slog.New(slog.DiscardHandler))
+	defer count.Close()
+	r.Signal(unix.SIGTERM)
+	if code := r.Wait(t); code != 0 {
+		t.Fatalf("exit %d: %s", code, r.Err)
+	}
+	for _, end := range []string{"", ".busy"} {
+		if _, err := os.Stat(filepath.Join(losses.DefaultDir(), losses.Key(img, d.Info()))+end); err != nil {
+			t.Errorf("another server's file has been removed: %v", err)
+		}
+	}
+}
+
 func TestNameOfASecondServer(t *testing.T) {
 	dir := clitest.Dir(t)
 	start := func(args ...string) *clitest.Run {

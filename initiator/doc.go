@@ -93,7 +93,8 @@
 // attached anew.
 //
 // A Flush while the target is away, with no write acknowledged since the last one that
-// succeeded, succeeds at once: there is nothing that it could make durable.
+// succeeded, succeeds at once: there is nothing that it could make durable. The first one of
+// an attachment always goes to the target: it is for the writes of an earlier attachment, too.
 //
 // A lost write cache. Writes that were acknowledged and not flushed are in the target's
 // cache. If its process dies they are still in its kernel's; if its machine dies they

@@ -229,6 +229,9 @@ type namespace struct {
 	// Flush that has succeeded was sent; a counter per queue, which is its writer.
 	acked   []padded
 	flushed []padded
+	// covered: a Flush has succeeded since the attachment. Before that there may be
+	// writes of an earlier one that died, which its users count on this one to flush.
+	covered atomic.Bool
 }
 
 func newNamespace(s *Session, d *description, g *geometry) *namespace {
@@ -338,6 +341,7 @@ func (n *namespace) mark(m []uint64) []uint64 {
 
 // flushDone takes note that a Flush with these marks succeeded.
 func (n *namespace) flushDone(marks []uint64) {
+	n.covered.Store(true)
 	for i, m := range marks {
 		f := &n.flushed[i]
 		for old := f.Load(); m > old && !f.CompareAndSwap(old, m); old = f.Load() {

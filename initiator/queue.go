@@ -153,13 +153,13 @@ func (q *ioQueue) check(ns *namespace, br *blockdev.Request) (n int64, reg int32
 }
 
 // needless tells whether a Flush need not wait for a target that is away, or that has
-// the namespace no more: no write was acknowledged since the last one that succeeded.
-// What is detached then needs no target.
+// the namespace no more: one has succeeded, and no write was acknowledged since. What is
+// detached then needs no target.
 func (q *ioQueue) needless(ns *namespace) bool {
 	if q.lane != nil && ns.gone.Load() == 0 {
 		return false // it can be asked
 	}
-	return ns.fault.Load() == nil && ns.ruined.Load() == nil && ns.flushFailed.Load() == nil && !ns.dirty()
+	return ns.covered.Load() && ns.fault.Load() == nil && ns.ruined.Load() == nil && ns.flushFailed.Load() == nil && !ns.dirty()
 }
 
 // room tells whether a command can be sent.

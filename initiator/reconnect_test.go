@@ -1036,12 +1036,24 @@ func TestFlushWhileTheTargetIsAway(t *testing.T) {
 	s = connect(t, cfg)
 	d = device(t, s)
 	f = f2
-	if err := d.WriteAt(pattern(2, 512), 0, 0); err != nil {
+	if err := errors.Join(d.Flush(), d.WriteAt(pattern(2, 512), 0, 0)); err != nil {
 		t.Fatal(err)
 	}
 	away(StateLost)
 	if err := d.Flush(); !errors.Is(err, blockdev.ErrLost) {
 		t.Errorf("with an unflushed write: %v", err)
+	}
+
+	// Whoever attached before and died may have left writes that the first flush is for.
+	f3 := newFakeTarget(t)
+	cfg = testConfig(f3, newProvider(t))
+	cfg.LossTimeout = 300 * time.Millisecond
+	s = connect(t, cfg)
+	d = device(t, s)
+	f = f3
+	away(StateLost)
+	if err := d.Flush(); !errors.Is(err, blockdev.ErrLost) {
+		t.Errorf("the first flush of an attachment: %v", err)
 	}
 }
 

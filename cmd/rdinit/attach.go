@@ -487,6 +487,9 @@ func (a *attachment) flush(ctx context.Context) error {
 	if a.dev.Info().ReadOnly {
 		return nil
 	}
+	if a.untouched() {
+		return nil
+	}
 	done := make(chan error, 1)
 	go func() { done <- a.dev.Flush() }()
 	select {
@@ -495,6 +498,18 @@ func (a *attachment) flush(ctx context.Context) error {
 	case <-ctx.Done():
 		return fmt.Errorf("the target at %s: %w", a.session.Status().Addr, context.Cause(ctx))
 	}
+}
+
+// untouched tells that the target is away and nothing was written through this attachment, so
+// that its end needs no flush. (One that took a device over answers for what came before it.)
+func (a *attachment) untouched() bool {
+	if a.kdev != nil && a.kdev.TookOver() {
+		return false
+	}
+	st := a.session.Status()
+	ns := namespaceOf(st, a.dev.NSID())
+	away := st.State != initiator.StateLive || ns.Fault != ""
+	return away && st.Requests == 0 && !ns.Unflushed && ns.FlushFault == ""
 }
 
 // controlHandler answers at the control socket.

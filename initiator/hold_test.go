@@ -44,15 +44,17 @@ func TestHold(t *testing.T) {
 	} {
 		l := &lane{w: w, h: &worker.Handle{}, started: make([]uint16, c.started), usual: c.usual}
 		l.info.Autonomous = c.autonomous
-		if c.since > 0 {
-			l.heldAt = nano() - c.since
-		}
 		if err := w.Call(func() {
 			if l.h, err = w.Add(int(r.Fd()), idleSource{}); err != nil {
 				t.Error(err)
 				return
 			}
-			if got := l.hold(); got != c.want {
+			hold := l.hold
+			if c.since > 0 {
+				l.heldAt = 1
+				hold = func() bool { return l.holdAt(l.heldAt + c.since) }
+			}
+			if got := hold(); got != c.want {
 				t.Errorf("%s: hold is %v", c.name, got)
 			}
 			if c.want && l.heldAt == 0 {

@@ -587,7 +587,10 @@ func (l *lane) hold() bool {
 	if n == 0 || l.usual < holdDepth || n >= l.usual/holdShare || l.info.Autonomous {
 		return false
 	}
-	now := nano()
+	return l.holdAt(nano())
+}
+
+func (l *lane) holdAt(now int64) bool {
 	if l.heldAt == 0 {
 		l.heldAt = now
 	}

@@ -10,7 +10,6 @@ import (
 	"runtime"
 	"time"
 
-	"rdblk/internal/arena"
 	"rdblk/protocol"
 	"rdblk/rdma"
 )
@@ -168,8 +167,14 @@ func (c Config) withDefaults() Config {
 // LockedMemory is how much memory, in bytes, an RDMA device pins for the session.
 func (c Config) LockedMemory() uint64 {
 	c = c.withDefaults()
-	lane := uint64(zeroSize + 2*arena.MinSize + c.Depth*(protocol.CommandSize+protocol.CompletionSize+protocol.DSMRangeSize))
-	return uint64(c.Queues)*(1<<bits.Len(uint(c.BufferMemory-1))+sideMemory+lane) + adminMemory + lane
+	ctl, aux := laneMemory(c.Depth)
+	return uint64(c.Queues*(1<<bits.Len(uint(c.BufferMemory-1))+sideMemory+ctl+aux)) + DiscoverConfig{}.LockedMemory()
+}
+
+// LockedMemory is how much memory, in bytes, an RDMA device pins for Discover.
+func (c DiscoverConfig) LockedMemory() uint64 {
+	ctl, aux := laneMemory(protocol.AdminQueueDepth)
+	return uint64(adminMemory + ctl + aux)
 }
 
 func setDefault[T int | time.Duration](p *T, v T) {

@@ -319,13 +319,18 @@ func (l *lane) fitDepth(depth int) int {
 // sqsize is SQSIZE of the Connect command, 0's based.
 func (l *lane) sqsize() uint16 { return uint16(len(l.slots)) }
 
+func pageUp(n int) int { return (n + arena.MinSize - 1) &^ (arena.MinSize - 1) }
+
+// laneMemory is how much memory a lane has of its own: for commands and their answers, and for data.
+func laneMemory(depth int) (ctl, aux int) {
+	return pageUp(depth * (protocol.CommandSize + protocol.CompletionSize)),
+		zeroSize + pageUp(protocol.ConnectDataSize) + pageUp(depth*protocol.DSMRangeSize)
+}
+
 // register maps the lane's own memory and registers it and the regions.
 func (l *lane) register(depth int) error {
-	page := arena.MinSize
-	round := func(n int) int { return (n + page - 1) &^ (page - 1) }
 	const sqe, cqe, rng = protocol.CommandSize, protocol.CompletionSize, protocol.DSMRangeSize
-	ctlSize := round(depth * (sqe + cqe))
-	auxSize := zeroSize + round(protocol.ConnectDataSize) + round(depth*rng)
+	ctlSize, auxSize := laneMemory(depth)
 	var err error
 	l.mem, err = unix.Mmap(-1, 0, ctlSize+auxSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
@@ -346,7 +351,7 @@ func (l *lane) register(depth int) error {
 	}
 	l.zeros = l.aux.Addr()
 	l.scratch = aux[zeroSize : zeroSize+protocol.ConnectDataSize]
-	ranges := aux[zeroSize+round(protocol.ConnectDataSize):]
+	ranges := aux[zeroSize+pageUp(protocol.ConnectDataSize):]
 	l.keys = make([]regionKey, l.cfg.numRegion)
 	for _, r := range l.cfg.regions {
 		mr, err := l.pd.Register(r.mem, remote(rdma.AccessLocalWrite|rdma.AccessRemoteRead|rdma.AccessRemoteWrite))

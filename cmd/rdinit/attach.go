@@ -146,7 +146,7 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	}
 	var c initiator.Config
 	if err := a.patiently(ctx, func(ctx context.Context) (err error) {
-		c, a.nic, err = s.resolved(ctx, log)
+		c, a.nic, err = s.resolved(ctx, log, initiator.Config.LockedMemory)
 		return err
 	}); err != nil {
 		return err

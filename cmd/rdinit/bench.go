@@ -91,7 +91,7 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			if err != nil {
 				return cli.Usage(err)
 			}
-			c, _, err := s.resolved(ctx, log)
+			c, _, err := s.resolved(ctx, log, initiator.Config.LockedMemory)
 			if err != nil {
 				return err
 			}

@@ -69,8 +69,8 @@ func connectFlags(fs *pflag.FlagSet, keys map[string]string) {
 
 var errNoAddress = errors.New("name the target: ADDR[:PORT], for example 10.0.0.5:4420")
 
-// resolved makes the library's configuration of the settings.
-func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Config, *provider.Chooser, error) {
+// resolved makes the library's configuration of the settings. needs says how much memory an RDMA device will pin.
+func (s *settings) resolved(ctx context.Context, log *slog.Logger, needs func(initiator.Config) uint64) (initiator.Config, *provider.Chooser, error) {
 	c := s.initiatorConfig()
 	if c.Queues == 0 {
 		c.Queues = runtime.NumCPU()
@@ -82,7 +82,7 @@ func (s *settings) resolved(ctx context.Context, log *slog.Logger) (initiator.Co
 	if err != nil {
 		return c, nil, err
 	}
-	nic, err := provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), Logger: log}, LockedMemory: c.LockedMemory(), Logger: log})
+	nic, err := provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), Logger: log}, LockedMemory: needs(c), Logger: log})
 	if err != nil {
 		return c, nil, err
 	}

@@ -43,7 +43,7 @@ func newDiscoverCommand(env *cli.Env) *cli.Command {
 			if err != nil {
 				return cli.Usage(err)
 			}
-			c, _, err := s.resolved(ctx, log)
+			c, _, err := s.resolved(ctx, log, func(initiator.Config) uint64 { return initiator.DiscoverConfig{}.LockedMemory() })
 			if err != nil {
 				return err
 			}

@@ -41,6 +41,9 @@ func TestKernelHostCommands(t *testing.T) { onLinks(t, "host.sh", judgeCommands)
 // File systems, large commands, FUA and Flush down to the disk behind rdtarget.
 func TestKernelHostIO(t *testing.T) { onLinks(t, "host-io.sh", nil) }
 
+// Growth, namespaces and hosts that come and go, a persistent discovery controller.
+func TestKernelHostEvents(t *testing.T) { onLinks(t, "host-events.sh", nil) }
+
 const (
 	hostNQN = "nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff"
 	vmNQN   = "nqn.2026-11.io.rdblk:vm"

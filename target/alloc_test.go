@@ -64,9 +64,16 @@ func quickOps(q *hostQueue, n int) map[string]*quickIO {
 
 func TestNoAllocations(t *testing.T) {
 	r := newRig(t, Config{Workers: 1}, memDevice(t, 16<<20))
+	testNoAllocations(t, r, "")
+	// And with the connection's own buffers.
+	r.listenOn(newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = true }))
+	testNoAllocations(t, r, ", exposed device")
+}
+
+func testNoAllocations(t *testing.T, r *rig, how string) {
 	s := r.attach(sessionOptions{queues: 1})
 	for name, op := range quickOps(s.io[0], 4096) {
-		t.Run(name, func(t *testing.T) {
+		t.Run(name+how, func(t *testing.T) {
 			for range 100 { // what grows once has grown
 				op.run()
 			}

@@ -225,3 +225,42 @@ func TestQueueDepthOfADevice(t *testing.T) {
 		}
 	}
 }
+
+// quietProvider listens and nobody ever comes.
+type quietProvider struct {
+	rdma.Provider
+	at netip.AddrPort
+}
+
+type quietListener struct {
+	at   netip.AddrPort
+	stop chan struct{}
+	once sync.Once
+}
+
+func (p *quietProvider) Name() string { return "verbs" }
+
+func (p *quietProvider) Listen(netip.AddrPort, rdma.ListenConfig) (rdma.Listener, error) {
+	return &quietListener{at: p.at, stop: make(chan struct{})}, nil
+}
+
+func (l *quietListener) Accept() (rdma.Conn, error) { <-l.stop; return nil, rdma.ErrClosed }
+func (l *quietListener) Addr() netip.AddrPort       { return l.at }
+func (l *quietListener) Close() error               { l.once.Do(func() { close(l.stop) }); return nil }
+
+// Two providers at one address are one path for a host, and show as two listeners.
+func TestTwoProvidersAtOneAddress(t *testing.T) {
+	who := newIdentity()
+	r := newRig(t, Config{Hosts: []string{who.nqn}}, memDevice(t, 1<<20))
+	if _, err := r.tgt.Listen(&quietProvider{at: r.addr}, r.addr); err != nil {
+		t.Fatal(err)
+	}
+	if _, list := r.discover(who, 0).page(); len(nvm(list)) != 1 || len(list) != 2 {
+		t.Errorf("discovery lists %d entries, %q", len(list), nvm(list))
+	}
+	st := r.tgt.Status()
+	want := []ListenerStatus{{r.addr.String(), "iwarp"}, {r.addr.String(), "verbs"}}
+	if len(st.Listeners) != 1 || !slices.Equal(st.Listening, want) {
+		t.Errorf("%q, %+v", st.Listeners, st.Listening)
+	}
+}

@@ -148,6 +148,9 @@ func TestKernelTarget(t *testing.T) {
 // Every kind of I/O, on the kernel's target; guest/nvmet-lib.sh says what the names stand for.
 func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe") }
 
+// Growth, namespaces that come, go and are swapped, restarts and removals at the kernel's target.
+func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "iwarp") }
+
 func overFabrics(t *testing.T, name string, fabrics ...string) {
 	if testing.Short() {
 		t.Skip("boots virtual machines")

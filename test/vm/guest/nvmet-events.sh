@@ -125,6 +125,8 @@ tried=$(state 's["failed_attempts"]')
 [ "$(grep -c 'refused for good' "$SAID")" = 1 ] || die "the log says it $(grep -c 'refused for good' "$SAID") times"
 detach $DEV
 note "removed while the port goes on: $tried attempts in 6 s, refused by name"
-kernel_clean
+# The two writes that were to fail have, and nothing else.
+[ "$(dmesg | grep -c 'I/O error, dev nbd')" = 2 ] || die "$(dmesg | grep 'I/O error')"
+kernel_clean 'I/O error, dev nbd0, sector 0 op 0x1'
 trap - EXIT
 note done

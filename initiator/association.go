@@ -22,7 +22,6 @@ type association struct {
 	log   *slog.Logger
 	ctrl  *controller
 	lanes []*lane // of the I/O queues
-	epoch cacheEpoch
 	depth int
 
 	ctx    context.Context // ends with fail; its cause is the reason
@@ -58,13 +57,9 @@ func (s *Session) establish(parent context.Context) (_ *association, err error) 
 	if err := a.connectIO(ctx); err != nil {
 		return nil, err
 	}
-	if a.epoch, err = a.ctrl.epoch(ctx); err != nil {
-		return nil, err
-	}
 	if err := s.scan(ctx, a.ctrl, false); err != nil {
 		return nil, err
 	}
-	s.checkCaches(a.epoch)
 	a.watchEvents(ctx)
 	a.watchGone()
 	a.supervise()

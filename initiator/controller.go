@@ -330,10 +330,11 @@ type cacheEpoch struct {
 
 func (e cacheEpoch) known() bool { return e != cacheEpoch{} }
 
-func (c *controller) epoch(ctx context.Context) (cacheEpoch, error) {
-	b, err := c.log(ctx, protocol.LogSmart, protocol.NSIDAll, 0, protocol.SmartLogSize, true)
+// epoch asks for the log page of the namespace, or (NSIDAll) of the controller.
+func (c *controller) epoch(ctx context.Context, nsid uint32) (cacheEpoch, error) {
+	b, err := c.log(ctx, protocol.LogSmart, nsid, 0, protocol.SmartLogSize, true)
 	if err != nil {
-		if isRefusal(err) {
+		if isRefusal(err) && (nsid == protocol.NSIDAll || !isStatus(err, protocol.StatusInvalidNamespace)) {
 			return cacheEpoch{}, nil
 		}
 		return cacheEpoch{}, err

@@ -77,6 +77,7 @@ func (s *Session) Device(nsid uint32) (*Device, error) {
 			return nil, fmt.Errorf("namespace %d of %s: %w", nsid, s.subnqn, f.err)
 		}
 		n = newNamespace(s, f.d, f.g)
+		n.epoch = f.epoch
 		s.namespaces[nsid] = n
 		if n.id.none() {
 			s.log.Warn("namespace has no UUID, NGUID or EUI64: after a reconnect only the controller's serial number and the size tell whether it is the same", "ns", nsid)

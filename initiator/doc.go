@@ -105,8 +105,8 @@
 // with what it said before; if either differs the cache was lost, and everything fails
 // with ErrCacheLost until the device is attached anew (and what is on it is checked and
 // repaired like after any crash). rdtarget's power cycles change with each boot of its
-// machine, and its unsafe shutdowns whenever a flush of one of its stores failed, or
-// had no answer when it ended. A target that counts neither, as Linux's and SPDK's,
+// machine, and its unsafe shutdowns, in the log of the namespace, whenever a flush of its
+// store failed, or had no answer when it ended. A target that counts neither, as Linux's and SPDK's,
 // cannot be caught at this: a warning says so. What would close the gap for every target is to keep
 // unflushed writes and send them again, as NFS clients do; nothing here stands in the
 // way (namespace.mark and flushDone know what a Flush covered).

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -38,8 +39,9 @@ type fakeTarget struct {
 	spaces    map[uint32]*fakeSpace
 	smart     protocol.SmartLog
 	noSmart   bool
-	noNVM     bool // Identify CNS 6 is refused
-	plainSend bool // never Send with Invalidate
+	losses    map[uint32]uint64 // unsafe shutdowns in the log of a namespace
+	noNVM     bool              // Identify CNS 6 is refused
+	plainSend bool              // never Send with Invalidate
 	entries   []protocol.DiscoveryLogEntry
 	genctr    uint64
 	onRequest func(protocol.RDMAConnectRequest) []byte // not nil: private data of a reject
@@ -599,12 +601,19 @@ func (k *fakeCommand) admin() error {
 	case protocol.AdminGetLogPage:
 		var page []byte
 		f.mu.Lock()
-		smart, noSmart, entries, gen := f.smart, f.noSmart, f.entries, f.genctr
+		smart, noSmart, losses, entries, gen := f.smart, f.noSmart, maps.Clone(f.losses), f.entries, f.genctr
 		f.mu.Unlock()
 		switch k.cmd.LID() {
 		case protocol.LogSmart:
 			if noSmart {
 				return k.respond(protocol.StatusInvalidLogPage.WithDNR(), 0)
+			}
+			switch nsid := k.cmd.NSID(); {
+			case nsid == 0 || nsid == protocol.NSIDAll:
+			case f.ctrl.LPA&protocol.LPASmartPerNamespace == 0:
+				return k.respond(invalid, 0)
+			default:
+				smart.UnsafeShutdowns.Lo = losses[nsid]
 			}
 			page, _ = smart.AppendBinary(nil)
 		case protocol.LogChangedNamespaces:

@@ -213,8 +213,9 @@ type namespace struct {
 	nsid uint32
 	id   identity
 
-	mu  sync.Mutex // serialises changes of geo
-	geo atomic.Pointer[geometry]
+	mu    sync.Mutex // serialises changes of geo
+	geo   atomic.Pointer[geometry]
+	epoch cacheEpoch // as it was told last while nothing had been lost; guarded by mu
 	// fault is why no request can be sent to it now: it is another one.
 	fault atomic.Pointer[error]
 	// gone is since when (nano) it has not been there at the target, 0 if it is. Nothing is

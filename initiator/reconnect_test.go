@@ -770,6 +770,35 @@ func TestCacheLost(t *testing.T) {
 			}
 		})
 	}
+	// What counts is the namespace's own number, if the target has one for each: the sum changes
+	// with the namespaces that there are, and stays the same when one with a loss goes and
+	// another one has a loss.
+	for _, c := range []struct {
+		name       string
+		sum, other uint64
+		own        uint64
+		lost       bool
+	}{
+		{"another namespace with losses comes", 5, 2, 3, false},
+		{"it went, and this one has a loss", 3, 0, 4, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := newFakeTarget(t)
+			f.ctrl.LPA |= protocol.LPASmartPerNamespace
+			f.smart.PowerCycles.Lo, f.smart.UnsafeShutdowns.Lo, f.losses = 1, 3, map[uint32]uint64{1: 3}
+			s := connect(t, testConfig(f, newProvider(t)))
+			d := device(t, s)
+			if err := d.WriteAt(pattern(1, 512), 0, 0); err != nil {
+				t.Fatal(err)
+			}
+			f.set(func() { f.smart.UnsafeShutdowns.Lo, f.losses = c.sum, map[uint32]uint64{1: c.own, 2: c.other} })
+			cycle(f, 0, 0)
+			eventually(t, "reconnected", func() bool { st := s.Status(); return st.State == StateLive && st.Reconnects == 1 })
+			if err := d.Flush(); errors.Is(err, ErrCacheLost) != c.lost || !c.lost && err != nil {
+				t.Errorf("flush: %v", err)
+			}
+		})
+	}
 	t.Run("flush on its way", func(t *testing.T) {
 		f := newFakeTarget(t)
 		f.smart.PowerCycles.Lo = 1

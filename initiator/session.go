@@ -95,7 +95,6 @@ type Session struct {
 	lastErr    error
 	lastErrAt  time.Time
 	permanent  bool // the last failed attempt said that repeating it cannot help
-	epoch      cacheEpoch
 	found      map[uint32]*foundNamespace
 	namespaces map[uint32]*namespace // those that a Device was made for
 }
@@ -107,9 +106,10 @@ func (l *lane) via() via { return via{l.info.Provider, l.info.Name} }
 
 // foundNamespace is what the last scan found.
 type foundNamespace struct {
-	d   *description
-	g   *geometry
-	err error
+	d     *description
+	g     *geometry
+	epoch cacheEpoch
+	err   error
 }
 
 // Connect attaches the subsystem that cfg names. It makes one attempt, repeated within
@@ -248,7 +248,7 @@ func (s *Session) release() {
 // goLive lets requests flow through a new association.
 func (s *Session) goLive(as *association) {
 	s.mu.Lock()
-	s.as, s.epoch = as, as.epoch
+	s.as = as
 	s.cntlid, s.granted, s.depth = as.ctrl.cntlid, len(as.lanes), len(as.lanes[0].slots)+1
 	s.via, s.viaIO = as.ctrl.lane.via(), nil
 	for _, l := range as.lanes {
@@ -457,9 +457,26 @@ func (s *Session) scan(ctx context.Context, c *controller, live bool) error {
 	if err != nil {
 		return err
 	}
+	// A target that counts losses of each namespace is asked for each: the sum of all changes
+	// with namespaces that come and go, and with losses that are not ours.
+	each := c.ident.LPA&protocol.LPASmartPerNamespace != 0
+	var common cacheEpoch
+	if !each {
+		if common, err = c.epoch(ctx, protocol.NSIDAll); err != nil {
+			return err
+		}
+	}
 	found := make(map[uint32]*foundNamespace, len(ids))
 	for _, id := range ids {
-		f := &foundNamespace{}
+		f := &foundNamespace{epoch: common}
+		if each {
+			switch f.epoch, err = c.epoch(ctx, id); {
+			case isStatus(err, protocol.StatusInvalidNamespace):
+				continue // went away meanwhile
+			case err != nil:
+				return err
+			}
+		}
 		if f.d, f.err = c.describe(ctx, id); f.err == nil {
 			f.g, f.err = geometryOf(lim, f.d)
 		} else if errors.Is(f.err, ErrNoNamespace) {
@@ -514,6 +531,9 @@ func (s *Session) recheck(n *namespace, f *foundNamespace, live bool) error {
 		s.events.post(Event{Kind: EventChanged, NSID: n.nsid, Err: err})
 		return nil
 	}
+	if !live || n.gone.Load() != 0 {
+		s.checkCache(n, f.epoch)
+	}
 	before := n.geometry().info.Size
 	grown, err := n.adopt(f.d, f.g, live)
 	switch size := f.g.info.Size; {
@@ -530,30 +550,25 @@ func (s *Session) recheck(n *namespace, f *foundNamespace, live bool) error {
 	return nil
 }
 
-// checkCaches makes a device fail if the target lost writes to it that it had
+// checkCache makes a device fail if the target lost writes to it that it had
 // acknowledged and nobody had flushed; see the package comment, "Durability". Requests
 // do not flow at that time.
-func (s *Session) checkCaches(now cacheEpoch) {
-	s.mu.Lock()
-	before := s.epoch
-	var mine []*namespace
-	for _, n := range s.namespaces {
-		mine = append(mine, n)
+func (s *Session) checkCache(n *namespace, now cacheEpoch) {
+	n.mu.Lock()
+	before := n.epoch
+	n.epoch = now
+	n.mu.Unlock()
+	if !n.dirty() {
+		return
 	}
-	s.mu.Unlock()
-	for _, n := range mine {
-		if !n.dirty() {
-			continue
-		}
-		switch {
-		case before.known() && now != before:
-			err := fmt.Errorf("%s: %w", n.name(), ErrCacheLost)
-			n.ruined.Store(&err)
-			s.log.Error("the target lost acknowledged writes; requests fail until the device is attached anew", "ns", n.nsid, "error", err)
-			s.events.post(Event{Kind: EventCacheLost, NSID: n.nsid, Err: err})
-		case !before.known():
-			s.log.Warn("reconnected with unflushed writes to a target that does not tell whether its write cache survived", "ns", n.nsid)
-		}
+	switch {
+	case before.known() && now != before:
+		err := fmt.Errorf("%s: %w", n.name(), ErrCacheLost)
+		n.ruined.Store(&err)
+		s.log.Error("the target lost acknowledged writes; requests fail until the device is attached anew", "ns", n.nsid, "error", err)
+		s.events.post(Event{Kind: EventCacheLost, NSID: n.nsid, Err: err})
+	case !before.known():
+		s.log.Warn("reconnected with unflushed writes to a target that does not tell whether its write cache survived", "ns", n.nsid)
 	}
 }
 

@@ -67,7 +67,7 @@ func TestIdentifyController(t *testing.T) {
 	check("CNTRLTYPE", d.CNTRLTYPE, uint8(1))
 	check("ACL", d.ACL, uint8(3))
 	check("AERL", d.AERL, uint8(3))
-	check("LPA", d.LPA, uint8(6))
+	check("LPA", d.LPA, uint8(7))
 	check("SQES", d.SQES, uint8(0x66))
 	check("CQES", d.CQES, uint8(0x44))
 	check("MAXCMD", d.MAXCMD, uint16(64))
@@ -299,7 +299,7 @@ func TestFeatures(t *testing.T) {
 
 func TestLogPages(t *testing.T) {
 	var losses atomic.Uint64
-	r := newRig(t, Config{Firmware: "7.1", UnsafeShutdowns: losses.Load}, memDevice(t, 1<<20))
+	r := newRig(t, Config{Firmware: "7.1", UnsafeShutdowns: func(nsid uint32) uint64 { return losses.Load() + uint64(nsid) }}, memDevice(t, 1<<20))
 	s := r.attach(sessionOptions{queues: 1})
 	q := s.io[0]
 	q.ok(q.rw(protocol.OpWrite, 0, 65536, 0, 0))
@@ -342,6 +342,11 @@ func TestLogPages(t *testing.T) {
 	if smart.UnsafeShutdowns.Lo != 1<<40 {
 		t.Errorf("unsafe shutdowns %d", smart.UnsafeShutdowns.Lo)
 	}
+	var own protocol.SmartLog
+	own.UnmarshalBinary(s.logOf(1, protocol.LogSmart, 0, 512, true))
+	if own.UnsafeShutdowns.Lo != 1<<40+1 || own.PowerCycles != smart.PowerCycles || own.HostWrites != smart.HostWrites {
+		t.Errorf("health log of the namespace: %+v", own)
+	}
 	if smart.HostWrites.Lo != 1 || smart.DataUnitsWritten.Lo != 1 || smart.ErrorLogEntries.Lo != 101 || smart.MediaErrors.Lo != 0 || smart.CriticalWarning != 0 {
 		t.Errorf("health log: %+v", smart)
 	}
@@ -382,7 +387,9 @@ func TestLogPages(t *testing.T) {
 	}
 	refuse(protocol.StatusInvalidLogPage, func(c *protocol.Command) { c.SetLID(protocol.LogDiscovery) })
 	refuse(protocol.StatusInvalidLogPage, func(c *protocol.Command) { c.SetLID(protocol.LogANA) })
-	refuse(protocol.StatusInvalidField, func(c *protocol.Command) { c.SetNSID(1) })
+	refuse(protocol.StatusInvalidField, func(c *protocol.Command) { c.SetLID(protocol.LogError); c.SetNSID(1) })
+	refuse(protocol.StatusInvalidNamespace, func(c *protocol.Command) { c.SetNSID(2) })
+	refuse(protocol.StatusInvalidNamespace, func(c *protocol.Command) { c.SetNSID(MaxNamespaces + 1) })
 	refuse(protocol.StatusInvalidField, func(c *protocol.Command) { c.SetDW(12, 2) })                               // LPO 2
 	refuse(protocol.StatusInvalidField, func(c *protocol.Command) { c.SetDW(14, 1<<23) })                           // OT
 	refuse(protocol.StatusInvalidField, func(c *protocol.Command) { c.SetDW(10, 0xFFFF0002); c.SetDW(11, 0xFFFF) }) // 16 GiB

@@ -50,11 +50,12 @@ type Config struct {
 	// this process, and not that of the machine.
 	PowerCycles uint64
 	// UnsafeShutdowns is asked for the number of that name whenever the SMART log is read:
-	// how often a store of this subsystem may have lost acknowledged writes while the
-	// machine went on, by a flush that failed or an end without one. It must not go back
-	// when the process ends: the next one's store looks clean, and hosts with unflushed
-	// writes must notice. Called concurrently; it must not block. nil = 0.
-	UnsafeShutdowns func() uint64
+	// how often the store of namespace nsid, or (0) any store of this subsystem, may have lost
+	// acknowledged writes while the machine went on, by a flush that failed or an end without
+	// one. It must not go back when the process ends: the next one's store looks clean, and
+	// hosts with unflushed writes must notice. It is also asked when a namespace is added, and
+	// must know it then. Called concurrently; it must not block, nor call the target. nil = 0.
+	UnsafeShutdowns func(nsid uint32) uint64
 
 	// Hosts are the NQNs of the hosts that may connect, at most MaxHosts. Nobody may if
 	// it is empty and AllowAnyHost is false. SetHosts changes both.

@@ -98,8 +98,8 @@
 // numbers of the SMART log that it compares with those it knew: power cycles change with
 // each boot (Config.PowerCycles), unsafe shutdowns when a store may have lost writes
 // (Config.UnsafeShutdowns, for which the caller has to remember failures beyond the
-// process: blockdev.Options.OnFlushFailed tells of them). The log is one for
-// the subsystem: hosts of all its namespaces notice.
+// process: blockdev.Options.OnFlushFailed tells of them). The log of a namespace has its own
+// number, that of the controller the sum, which changes with namespaces that come and go.
 //
 // # What it does not do
 //

@@ -647,8 +647,14 @@ func (s *session) identify(cns protocol.CNS, nsid uint32) []byte {
 // log reads a log page.
 func (s *session) log(lid protocol.LogID, off uint64, n int, rae bool) []byte {
 	s.t.Helper()
+	return s.logOf(protocol.NSIDAll, lid, off, n, rae)
+}
+
+// logOf reads a log page of a namespace.
+func (s *session) logOf(nsid uint32, lid protocol.LogID, off uint64, n int, rae bool) []byte {
+	s.t.Helper()
 	var cmd protocol.Command
-	cmd.InitGetLogPage(s.admin.cid(), lid, protocol.NSIDAll, off, uint32(n), rae)
+	cmd.InitGetLogPage(s.admin.cid(), lid, nsid, off, uint32(n), rae)
 	b := s.admin.keyed(&cmd, 0, n)
 	fill(b, 0xEE)
 	s.admin.ok(&cmd)

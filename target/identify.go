@@ -177,7 +177,7 @@ func (c *controller) identifyController(b []byte) []byte {
 		CNTRLTYPE: protocol.ControllerTypeIO,
 		ACL:       maxAborts - 1, AERL: maxAsyncEvents - 1,
 		FRMW: 1 | 1<<1, // one slot, read-only
-		LPA:  protocol.LPAEffects | protocol.LPAExtended,
+		LPA:  protocol.LPASmartPerNamespace | protocol.LPAEffects | protocol.LPAExtended,
 		ELPE: errorLogSize - 1,
 		KAS:  uint16(kasUnit.Milliseconds() / 100),
 		SQES: 0x66, CQES: 0x44, MAXCMD: uint16(c.queueDepth()), NN: MaxNamespaces,

@@ -43,8 +43,14 @@ func (c *controller) logPage(r *request) ([]byte, protocol.Status) {
 	if !slices.Contains(pages, cmd.LID()) {
 		return nil, protocol.StatusInvalidLogPage.WithDNR()
 	}
+	var ns *namespace // nil: the page is the controller's
 	if nsid := cmd.NSID(); nsid != 0 && nsid != protocol.NSIDAll {
-		return nil, protocol.StatusInvalidField.WithDNR() // LPA bit 0: no pages per namespace
+		if cmd.LID() != protocol.LogSmart || c.sub.discovery {
+			return nil, protocol.StatusInvalidField.WithDNR()
+		}
+		if ns = c.ns.Load().get(nsid); ns == nil {
+			return nil, protocol.StatusInvalidNamespace.WithDNR()
+		}
 	}
 	switch cmd.LID() {
 	case protocol.LogSupportedPages:
@@ -52,7 +58,7 @@ func (c *controller) logPage(r *request) ([]byte, protocol.Status) {
 	case protocol.LogError:
 		return c.errorLog(nil), 0
 	case protocol.LogSmart:
-		return c.t.smartLog(c), 0
+		return c.t.smartLog(c, ns), 0
 	case protocol.LogFirmwareSlot:
 		d := protocol.FirmwareSlotLog{AFI: 1}
 		d.Revisions[0] = c.t.cfg.Firmware
@@ -94,10 +100,14 @@ func (c *controller) logPage(r *request) ([]byte, protocol.Status) {
 	return nil, protocol.StatusInvalidLogPage.WithDNR()
 }
 
-// smartLog sums up what this process has done for all hosts.
-func (t *Target) smartLog(c *controller) []byte {
+// smartLog sums up what this process has done for all hosts, in one namespace or (nil) in all.
+func (t *Target) smartLog(c *controller, one *namespace) []byte {
 	var read, written, reads, writes, media uint64
-	for _, ns := range *t.sub.ns.Load() {
+	nsid, table := uint32(0), *t.sub.ns.Load()
+	if one != nil {
+		nsid, table = one.id, nsTable{one}
+	}
+	for _, ns := range table {
 		if ns == nil {
 			continue
 		}
@@ -124,7 +134,7 @@ func (t *Target) smartLog(c *controller) []byte {
 		MediaErrors:  protocol.Uint128{Lo: media}, ErrorLogEntries: protocol.Uint128{Lo: errs},
 	}
 	if f := t.cfg.UnsafeShutdowns; f != nil {
-		d.UnsafeShutdowns.Lo = f()
+		d.UnsafeShutdowns.Lo = f(nsid)
 	}
 	b, _ := d.AppendBinary(nil)
 	return b

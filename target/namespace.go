@@ -23,6 +23,8 @@ type namespace struct {
 	uuid protocol.UUID
 	exec *blockdev.Executor
 
+	losses uint64 // Config.UnsafeShutdowns when it was added
+
 	shift uint8          // log2 of the block size
 	size  atomic.Int64   // bytes
 	lanes []nsLane       // one per I/O worker
@@ -89,7 +91,8 @@ func (s *opStats) observe(r *request) {
 
 // AddNamespace serves dev under the namespace identifier nsid, 0 = the lowest free
 // one, and returns the identifier. Hosts that are connected are told, except those that
-// knew another disk (another UUID or block size) under that identifier: they see the new
+// knew another disk under that identifier (another UUID or block size, or one that has
+// lost writes since, see Config.UnsafeShutdowns): they see the new
 // one once they have connected again, because commands that they sent to the old one may
 // arrive at any time. The device stays the caller's, who closes it after RemoveNamespace,
 // Shutdown or Close.
@@ -145,6 +148,9 @@ func (t *Target) AddNamespace(nsid uint32, dev blockdev.Device) (uint32, error) 
 	if ns.uuid.IsZero() {
 		// Not random: it must be the same after a restart and on every path.
 		ns.uuid = protocol.NameUUID(namespaceUUIDs, fmt.Sprintf("%s/%d", t.sub.nqn, nsid))
+	}
+	if f := t.cfg.UnsafeShutdowns; f != nil {
+		ns.losses = f(nsid)
 	}
 	next := table.with(nsid, ns)
 	t.sub.ns.Store(&next)

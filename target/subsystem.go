@@ -43,14 +43,17 @@ func (t nsTable) with(nsid uint32, ns *namespace) nsTable {
 	return n
 }
 
-// disk is what an identifier stood for to a host: which one, and how blocks are counted
-// on it.
+// disk is what an identifier stood for to a host: which one, how blocks are counted on it,
+// and how often it had lost writes when it was added. If that last number is another one
+// than before, a host that had written to it must not flush it as if nothing had happened: it
+// learns of the loss when it connects again.
 type disk struct {
-	uuid  protocol.UUID
-	shift uint8
+	uuid   protocol.UUID
+	shift  uint8
+	losses uint64
 }
 
-func (ns *namespace) disk() disk { return disk{ns.uuid, ns.shift} }
+func (ns *namespace) disk() disk { return disk{ns.uuid, ns.shift, ns.losses} }
 
 // added lets the host see a namespace, unless it knew another disk under that identifier,
 // and reports whether it does. all is the subsystem's table with it. Target.mu is held.

@@ -400,7 +400,8 @@ func TestNamespaceReplaced(t *testing.T) {
 		return called{d.(blockdev.TryDevice), [16]byte{uuid}}
 	}
 	a, b, wide := opened(512, 1), opened(512, 2), opened(4096, 1)
-	r := newRig(t, Config{}, a, memDevice(t, 1<<20))
+	var losses atomic.Uint64
+	r := newRig(t, Config{UnsafeShutdowns: func(uint32) uint64 { return losses.Load() }}, a, memDevice(t, 1<<20))
 	old := r.attach(sessionOptions{queues: 1})
 	old.io[0].ok(old.io[0].rw(protocol.OpWrite, 0, 4096, 0, 0))
 	replace := func(d blockdev.Device) {
@@ -438,11 +439,23 @@ func TestNamespaceReplaced(t *testing.T) {
 	new.io[0].want(protocol.StatusInvalidNamespace|dnr, new.io[0].rw(protocol.OpWrite, 0, 4096, 0, 0))
 	sees(old, 1, 2, 3)
 	sees(new, 2, 3)
+	replace(a)
+	sees(old, 1, 2, 3)
 	if err := r.tgt.RemoveNamespace(2); err != nil {
 		t.Fatal(err)
 	}
 	sees(old, 1, 3)
 	sees(new, 3)
+
+	// The same one, but what was written to it and not flushed is gone. Nobody who wrote may
+	// flush it now and hear of success.
+	losses.Add(1)
+	replace(a)
+	var flush protocol.Command
+	flush.Init(protocol.OpFlush, old.io[0].cid(), 1)
+	old.io[0].want(protocol.StatusInvalidNamespace|dnr, &flush)
+	sees(old, 3)
+	sees(r.attach(sessionOptions{}), 1, 3)
 }
 
 // Close and Shutdown wait for a namespace that is being removed as for any other.

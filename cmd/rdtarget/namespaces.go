@@ -37,15 +37,19 @@ func (sv *server) add(n namespace) error {
 		return err // names the path
 	}
 	s.dev = d
+	key := ""
 	if info := d.Info(); !info.ReadOnly {
-		if key := losses.Key(n.Path, info); key != "" {
+		if key = losses.Key(n.Path, info); key != "" {
 			s.count = losses.Open(losses.DefaultDir(), key, sv.log)
 			s.count.Watch(d)
-			sv.mu.Lock()
-			sv.losses[key] = s.count
-			sv.mu.Unlock()
 		}
 	}
+	sv.mu.Lock()
+	sv.counts[n.NSID] = s.count
+	if s.count != nil {
+		sv.losses[key] = s.count
+	}
+	sv.mu.Unlock()
 	if _, err := sv.target.AddNamespace(n.NSID, d); err != nil {
 		if s.count != nil {
 			s.count.Close() // while the device is ours: it would be another server's file at our end

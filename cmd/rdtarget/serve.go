@@ -120,6 +120,7 @@ type server struct {
 
 	mu     sync.Mutex
 	losses map[string]*losses.Counter // by key, of all that is and was served; guarded by mu
+	counts map[uint32]*losses.Counter // by NSID, of what is served; guarded by mu
 
 	trace    io.WriteCloser // nil: none
 	target   *target.Target
@@ -137,7 +138,7 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 		return cli.Usage(err)
 	}
 	sv := &server{env: env, log: log, s: s, load: load, started: time.Now(),
-		namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
+		namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}, counts: map[uint32]*losses.Counter{}}
 	if sv.addrs, err = s.listenAddrs(ctx); err != nil {
 		return err
 	}
@@ -258,11 +259,17 @@ func (sv *server) open(closer func(func())) error {
 	return nil
 }
 
-// unsafeShutdowns is how often what is or was served here may have lost writes since the
-// machine booted, under earlier servers too.
-func (sv *server) unsafeShutdowns() (n uint64) {
+// unsafeShutdowns is how often the store of that namespace, or (0) what is or was served here,
+// may have lost writes since the machine booted, under earlier servers too.
+func (sv *server) unsafeShutdowns(nsid uint32) (n uint64) {
 	sv.mu.Lock()
 	defer sv.mu.Unlock()
+	if nsid != 0 {
+		if c := sv.counts[nsid]; c != nil {
+			n = c.Count()
+		}
+		return n
+	}
 	for _, c := range sv.losses {
 		n += c.Count()
 	}

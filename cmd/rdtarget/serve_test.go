@@ -446,7 +446,7 @@ func TestNotAddedLeavesNothing(t *testing.T) {
 		t.Fatalf("exit %d: %s", code, r.Err)
 	}
 	for _, end := range []string{"", ".busy"} {
-		if _, err := os.Stat(filepath.Join(losses.DefaultDir(), losses.Key(img, d.Info()))+end); err != nil {
+		if _, err := os.Stat(filepath.Join(losses.DefaultDir(), losses.Key(img, d.Info())) + end); err != nil {
 			t.Errorf("another server's file has been removed: %v", err)
 		}
 	}
@@ -539,7 +539,7 @@ func TestFlushWithoutAnAnswerIsCounted(t *testing.T) {
 	if g, h, b, r := sv.losses["good"].Count(), sv.losses["hangs"].Count(), sv.losses["bad"].Count(), gone.Count(); g != 0 || h != 1 || b != 0 || r != 1 {
 		t.Errorf("counted %d, %d, %d, %d", g, h, b, r)
 	}
-	if n := sv.unsafeShutdowns(); n != 2 {
+	if n := sv.unsafeShutdowns(0); n != 2 {
 		t.Errorf("%d unsafe shutdowns", n)
 	}
 }

@@ -423,7 +423,7 @@ type adminSide struct {
 func newAdminSide() (*adminSide, error) {
 	// It never polls: an admin queue is quiet, and a core is worth more than
 	// microseconds here.
-	w, err := worker.New(worker.Config{Name: "admin", MaxPoll: -1})
+	w, err := worker.New(worker.Config{Name: "admin", MaxPoll: -1, Quiet: true})
 	if err != nil {
 		return nil, err
 	}

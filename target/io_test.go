@@ -718,6 +718,20 @@ func TestUnservedReadIsAStall(t *testing.T) {
 	s.io[0].awaitEnd()
 }
 
+// The search for hosts that do not move leaves workers without requests asleep.
+func TestSweepLetsIdleWorkersSleep(t *testing.T) {
+	r := newRig(t, Config{Workers: 1, TransferTimeout: 80 * time.Millisecond, MaxPoll: -1}, memDevice(t, 1<<20))
+	q := r.attach(sessionOptions{queues: 1}).io[0]
+	q.ok(q.rw(protocol.OpRead, 0, 4096, 0, 0))
+	io, admin := r.tgt.lanes[0].w, r.tgt.admin.w
+	eventually(t, "no request", func() bool { return r.tgt.lanes[0].stats.active.Load() == 0 })
+	before, ticks := io.Stats().Wakeups, admin.Stats().Wakeups
+	eventually(t, "20 sweeps of the admin worker", func() bool { return admin.Stats().Wakeups >= ticks+20 })
+	if n := io.Stats().Wakeups - before; n > 3 {
+		t.Errorf("the I/O worker woke up %d times", n)
+	}
+}
+
 // A host that was told of no write cache sends no Flush, also to a namespace that comes
 // later and has one: its writes are durable when they are answered. Hosts that connect
 // then are told.

@@ -72,6 +72,7 @@ func (p *pool) make(l *lane, memory int) error {
 type laneStats struct {
 	inUse, peak                      atomic.Int64  // bytes of buffers
 	waitingNow                       atomic.Int64  // requests in reqWaitBuffer
+	active                           atomic.Int64  // requests that are not free
 	waitBuffer, waitRead, waitSend   atomic.Uint64 // requests that ever had to wait, by kind
 	waitContext                      atomic.Uint64 // capsules that had to wait for a request context
 	commands, responses              atomic.Uint64
@@ -387,6 +388,8 @@ func (p *pool) serve() {
 	}
 	p.serving = false
 }
+
+func (l *lane) active(n int64) { l.stats.active.Store(l.stats.active.Load() + n) }
 
 // sweepTicks is how many sweeps make Config.TransferTimeout.
 const sweepTicks = 8

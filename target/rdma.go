@@ -199,6 +199,7 @@ func (q *queue) capsule(i int32, n uint32) {
 // accept starts request r with the capsule in receive buffer i.
 func (q *queue) accept(r *request, i int32, n uint32) {
 	q.active++
+	q.lane.active(1)
 	r.setState(reqReceived)
 	r.start = q.now
 	r.recv, r.recvLen = i, n
@@ -372,6 +373,7 @@ func (q *queue) release(r *request) {
 	r.status, r.dw0, r.dw1 = 0, 0, 0
 	r.sgl = protocol.Data{}
 	q.active--
+	q.lane.active(-1)
 	q.free.push(r)
 	if buf != nil {
 		q.pool.free(buf, shares)

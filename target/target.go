@@ -81,7 +81,7 @@ func New(cfg Config) (*Target, error) {
 	t.hosts.Store(newHostList(cfg.Hosts, cfg.AllowAnyHost))
 	t.generation.Store(1)
 	var err error
-	if t.admin, err = newLane(t, -1, max(adminMemory, 2*cfg.MaxIO), worker.Config{Name: "admin", MaxPoll: -1}); err != nil {
+	if t.admin, err = newLane(t, -1, max(adminMemory, 2*cfg.MaxIO), worker.Config{Name: "admin", MaxPoll: -1, Quiet: true}); err != nil {
 		t.trace.Close()
 		return nil, fmt.Errorf("admin worker: %w", err)
 	}
@@ -107,7 +107,9 @@ func New(cfg Config) (*Target, error) {
 			select {
 			case <-t.sweeper.C:
 				for _, l := range t.lanes {
-					_ = l.w.Submit(worker.TaskFunc(l.sweep))
+					if l.stats.active.Load() > 0 { // else it is left asleep
+						_ = l.w.Submit(worker.TaskFunc(l.sweep))
+					}
 				}
 				_ = t.admin.w.Submit(worker.TaskFunc(t.admin.sweep))
 			case <-t.ended:

@@ -21,9 +21,11 @@ package worker
 import (
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -60,6 +62,11 @@ type Config struct {
 	MaxPoll time.Duration
 	// Busy never sleeps: for those who own the core.
 	Busy bool
+	// Quiet is for a worker that seldom has work which is not urgent: it sleeps as a
+	// goroutine waits for a socket. A worker that sleeps in a system call keeps the Go
+	// scheduler looking for some 10 ms, with 60 wake-ups of its monitor thread, until that
+	// takes away what the worker needs no more.
+	Quiet bool
 }
 
 const (
@@ -85,6 +92,11 @@ type Worker struct {
 	cfg  Config
 	epfd int
 	evfd int
+
+	file    *os.File // of epfd, if Quiet
+	raw     syscall.RawConn
+	collect func(uintptr) bool
+	found   int // events that collect has found
 
 	// Owned by the loop.
 	sources []*Handle
@@ -137,6 +149,13 @@ func New(cfg Config) (*Worker, error) {
 		unix.Close(evfd)
 		return nil, fmt.Errorf("epoll: %w", err)
 	}
+	if cfg.Quiet {
+		if err := w.quiet(); err != nil {
+			unix.Close(evfd)
+			w.closePoll()
+			return nil, fmt.Errorf("worker: %w", err)
+		}
+	}
 	started := make(chan error, 1)
 	go w.run(started)
 	if err := <-started; err != nil {
@@ -144,6 +163,31 @@ func New(cfg Config) (*Worker, error) {
 		return nil, err
 	}
 	return w, nil
+}
+
+// quiet gives the descriptor of epoll to Go's own poller.
+func (w *Worker) quiet() error {
+	if err := unix.SetNonblock(w.epfd, true); err != nil {
+		return fmt.Errorf("epoll descriptor: %w", err)
+	}
+	w.file = os.NewFile(uintptr(w.epfd), "epoll")
+	var err error
+	if w.raw, err = w.file.SyscallConn(); err != nil {
+		return fmt.Errorf("epoll descriptor: %w", err)
+	}
+	w.collect = func(uintptr) bool {
+		w.found = epollWaitNow(w.epfd, w.events[:])
+		return w.found > 0
+	}
+	return nil
+}
+
+func (w *Worker) closePoll() {
+	if w.file != nil {
+		w.file.Close()
+	} else {
+		unix.Close(w.epfd)
+	}
 }
 
 // Name is the name given at creation.
@@ -271,7 +315,7 @@ func (h *Handle) Remove() {
 func (w *Worker) run(started chan<- error) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the loop, its affinity with it
 	defer func() {
-		unix.Close(w.epfd)
+		w.closePoll()
 		unix.Close(w.evfd)
 		close(w.done)
 	}()
@@ -407,7 +451,14 @@ func (w *Worker) sleep() {
 		return
 	}
 	w.sleeps.Add(1)
-	n, err := unix.EpollWait(w.epfd, w.events[:], -1)
+	var n int
+	var err error
+	if w.cfg.Quiet {
+		err = w.raw.Read(w.collect)
+		n = w.found
+	} else {
+		n, err = unix.EpollWait(w.epfd, w.events[:], -1)
+	}
 	w.sleeping.Store(false)
 	w.wakeups.Add(1)
 	if err != nil { // EINTR: look again

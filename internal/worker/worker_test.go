@@ -68,7 +68,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 }
 
 func each(t *testing.T, f func(t *testing.T, cfg Config)) {
-	for name, cfg := range map[string]Config{"adaptive": {}, "sleepy": {MaxPoll: -1}, "busy": {Busy: true}} {
+	for name, cfg := range map[string]Config{"adaptive": {}, "sleepy": {MaxPoll: -1}, "busy": {Busy: true}, "quiet": {MaxPoll: -1, Quiet: true}} {
 		t.Run(name, func(t *testing.T) { f(t, cfg) })
 	}
 }
@@ -382,8 +382,8 @@ func TestNoDescriptorsLeak(t *testing.T) {
 		return fd // the lowest free one
 	}
 	before := count()
-	for range 50 {
-		w, err := New(Config{})
+	for i := range 50 {
+		w, err := New(Config{Quiet: i%2 == 0})
 		if err != nil {
 			t.Fatal(err)
 		}

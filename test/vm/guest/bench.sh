@@ -1,0 +1,69 @@
+#!/bin/bash
+# Four ways over one RDMA device, side by side in one machine and in turns: the kernel's host or
+# rdinit with /dev/nbdN, to the kernel's target or rdtarget, both storing in memory. In emulation
+# only the ratios mean anything. Samples go to $VM_OUT/bench.jsonl; the table is made of them by
+# test/bench/run --vm FILE.
+# Arguments: the rdtarget and the rdinit program, rxe or siw, rounds (3), seconds a sample (3); $JOBS:
+# what to run.
+. "$VM_REPO/test/vm/lib.sh"
+rdtarget=$1 rdinit=$2 net=${3:-rxe} rounds=${4:-3} secs=${5:-3}
+: "${JOBS:=4k-randread-16 4k-randwrite-16 128k-read-8 128k-write-8}"
+modprobe nbd
+case $net in
+rxe) rxe_up; A=$RXE ;;
+siw) siw_up; A=$SIW; ulimit -l unlimited ;;
+*) die "no such device: $net" ;;
+esac
+k=nqn.2026-11.io.rdblk:kernel o=nqn.2026-11.io.rdblk:ours
+null_up nb0 256
+dd if=/dev/zero of=$BLK bs=1M count=256 oflag=direct status=none
+nvmet_subsys $k; nvmet_ns $k 1 $BLK; nvmet_port 1 $A 4420 $k
+: >"$VM_OUT/rdinit.txt"
+trap 'tail -n 20 "$VM_OUT"/rd*.txt; dmesg | tail -20' EXIT
+"$rdtarget" serve --provider verbs --listen $A:4421 --nqn $o --allow-any-host mem:256M >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
+wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/rdtarget.txt"
+nvme_connect $A $k -i 2; kk=$NVME
+nvme_connect $A $o -i 2 -s 4421; ko=$NVME
+attach() { # PORT NQN: $DEV, $client
+	"$rdinit" attach $A:$1 --provider verbs --nqn $2 --queues 2 --device auto >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
+	wait_for 60 grep -q '^rdinit: attached' "$VM_OUT/ready.txt"
+	DEV=$(sed -n 's/^rdinit: attached .*: //p' "$VM_OUT/ready.txt")
+}
+attach 4420 $k; rk=$DEV c1=$client
+attach 4421 $o; ro=$DEV c2=$client
+dd if=/dev/zero of=$ko bs=1M count=256 oflag=direct status=none
+ticks() { awk '{print $14+$15}' /proc/$1/stat; }
+printf '{"kernel": "%s", "machine": "%s processors, emulated", "date": "%s"}\n' "$(uname -r)" "$(nproc)" "$(date +%F)" >"$VM_OUT/bench.jsonl"
+for ((r = 0; r < rounds; r++)); do
+	for job in $JOBS; do
+		IFS=- read -r bs rw depth <<<"$job"
+		for path in kk kr rk rr; do
+			case $path in
+			kk) d=$kk name='kernel → kernel' ;;
+			kr) d=$ko name='kernel → rdtarget' ;;
+			rk) d=$rk name='rdinit → kernel' ;;
+			rr) d=$ro name='rdinit → rdtarget' ;;
+			esac
+			t=$(($(ticks $server) + $(ticks $c1) + $(ticks $c2)))
+			fio --name=c --filename="$d" --rw="$rw" --bs="$bs" --iodepth="$depth" --ioengine=libaio --direct=1 --time_based --runtime="$secs" \
+				--randrepeat=0 --norandommap --output-format=json >/run/fio.json 2>/dev/null
+			t=$(($(ticks $server) + $(ticks $c1) + $(ticks $c2) - t))
+			python3 - "$net" "$name" "$bs $rw, depth $depth" "$r" "$t" >>"$VM_OUT/bench.jsonl" <<-'END'
+				import json, sys
+				j = json.load(open("/run/fio.json"))["jobs"][0]
+				d = j["read"] if j["read"]["total_ios"] else j["write"]
+				print(json.dumps({"net": sys.argv[1], "path": sys.argv[2], "job": sys.argv[3], "round": int(sys.argv[4]), "iops": d["iops"],
+				                  "mib": d["bw_bytes"] / 2**20, "mean": d["clat_ns"]["mean"] / 1e3, "cpu": int(sys.argv[5]) / 100, "ios": d["total_ios"]}))
+			END
+			tail -n 1 "$VM_OUT/bench.jsonl"
+		done
+	done
+done
+kill $c1 $c2
+wait $c1; wait $c2
+nvme_disconnect $k; nvme_disconnect $o
+kill $server
+wait $server
+kernel_clean
+trap - EXIT
+note done

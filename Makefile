@@ -6,7 +6,7 @@ LDFLAGS := -X rdblk/internal/version.Version=$(VERSION)
 FUZZTIME ?= 30s
 ROUNDS  ?= 5
 
-.PHONY: help build deps run test race lint fuzz e2e vm bench bench-vm clean
+.PHONY: help build deps run test race lint fuzz e2e vm bench benchvm clean
 
 help:   ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9]+:.*## /{printf "  %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ vm:     ## interoperation with the kernel, in virtual machines (root, qemu)
 bench: build deps ## rdblk beside its peers, 10 minutes; WRITE=1 puts the result into docs/performance.md
 	@test/bench/run --rounds $(ROUNDS) $(if $(WRITE),--write) $(BENCH)
 
-bench-vm: build ## rdinit and rdtarget beside the kernel over rxe and siw, in virtual machines (root, qemu); WRITE=1 as above
+benchvm: build ## rdinit and rdtarget beside the kernel over rxe and siw, in virtual machines (root, qemu); WRITE=1 as above
 	@test/bench/vm $(if $(WRITE),--write)
 
 clean:  ## remove what build made

@@ -151,6 +151,9 @@ func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe
 // Growth, namespaces that come, go and are swapped, restarts and removals at the kernel's target.
 func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "iwarp") }
 
+// Attached and detached, cut and connected, again and again; ROUNDS and CUTS of guest/nvmet-churn.sh say how often.
+func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwarp") }
+
 func overFabrics(t *testing.T, name string, fabrics ...string) {
 	if testing.Short() {
 		t.Skip("boots virtual machines")

@@ -31,17 +31,17 @@ note "$rounds rounds: the kernel holds what it held"
 attach --nqn $nqn --socket $sock
 fio_nbd size=${SIZE:-6m} rate_iops=30 bsrange=4k-32k & load=$!
 use() { echo "$(ls /proc/$client/fd | wc -l) $(ls /proc/$client/task | wc -l)"; }
-cut() { # the subsystem leaves the port: nvmet ends every controller
+sever() { # the subsystem leaves the port: nvmet ends every controller
 	local n
 	n=$(state 's["reconnects"]')
 	nvmet_unlink 1 $nqn
 	ln -s $NVMET/subsystems/$nqn $NVMET/ports/1/subsystems/
 	wait_for 60 holds "s['state']=='live' and s['reconnects']>$n"
 }
-cut; cut # what the runtime makes once
+sever; sever # what the runtime makes once
 wait_for 30 holds 's["state"]=="live"'
 up=$(use) rss=$(awk '/VmRSS/ {print $2}' /proc/$client/status)
-for ((i = 1; i <= cuts; i++)); do cut; done
+for ((i = 1; i <= cuts; i++)); do sever; done
 wait $load
 now=$(use) after=$(awk '/VmRSS/ {print $2}' /proc/$client/status)
 note "$cuts reconnects: descriptors and threads $up, then $now; $rss kB resident, then $after"

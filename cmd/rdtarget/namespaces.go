@@ -1,11 +1,15 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"rdblk/blockdev"
 	"rdblk/internal/losses"
+
+	"golang.org/x/sys/unix"
 )
 
 // A served namespace: its settings and its device. What is served changes on SIGHUP.
@@ -28,7 +32,7 @@ func (n *served) lost(err error) {
 // add opens the device of n and serves it.
 func (sv *server) add(n namespace) error {
 	s := &served{namespace: n}
-	d, err := blockdev.Open(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log,
+	d, err := sv.openDevice(n.Path, blockdev.Options{ReadOnly: n.ReadOnly, Direct: n.Direct, BlockSize: int(n.BlockSize), Logger: sv.log,
 		OnFlushFailed: func(err error) { s.lost(err) }}) // count is set before anybody can use the device
 	if err != nil {
 		if slices.ContainsFunc(sv.removals, func(r *served) bool { return r.Path == n.Path }) {
@@ -59,6 +63,73 @@ func (sv *server) add(n namespace) error {
 	}
 	sv.namespaces[n.NSID] = s
 	return nil
+}
+
+// openPatience is how long a device may take to be opened: a disk that has to spin up takes
+// up to 30 s. A variable for tests, as is what opens.
+var (
+	openPatience = 40 * time.Second
+	openDevice   = blockdev.Open
+)
+
+var errStopping = errors.New("the program is told to stop")
+
+// openDevice opens a device on a goroutine: on a file system that is frozen or has lost its disk
+// that has no end, and the program must still hear signals. One that comes late is closed.
+func (sv *server) openDevice(path string, o blockdev.Options) (blockdev.Device, error) {
+	if sv.stopSignal != nil {
+		return nil, fmt.Errorf("open %s: %w", path, errStopping)
+	}
+	if sv.opening[path] != nil {
+		select {
+		case <-sv.opening[path]:
+			delete(sv.opening, path)
+		default:
+			return nil, fmt.Errorf("open %s: its storage has not answered an earlier attempt yet (is it frozen, or its disk dead?): reload again later", path)
+		}
+	}
+	type result struct {
+		d   blockdev.Device
+		err error
+	}
+	results, ended := make(chan result, 1), make(chan struct{})
+	open := openDevice
+	go func() {
+		d, err := open(path, o)
+		results <- result{d, err}
+	}()
+	abandon := func(why error) (blockdev.Device, error) {
+		sv.opening[path] = ended
+		go func() {
+			defer close(ended)
+			if r := <-results; r.d != nil {
+				r.d.Close()
+			}
+		}()
+		return nil, fmt.Errorf("open %s: %w", path, why)
+	}
+	patience := time.NewTimer(openPatience)
+	defer patience.Stop()
+	for {
+		select {
+		case r := <-results:
+			return r.d, r.err
+		case <-patience.C:
+			return abandon(fmt.Errorf("its storage gave no answer within %v: is it frozen, or its disk dead?", openPatience))
+		case sig := <-sv.env.Signals:
+			switch sig {
+			case unix.SIGHUP:
+				sv.reloadAgain = true
+			case unix.SIGUSR1:
+				if sv.entry != nil { // not at the start
+					sv.dump()
+				}
+			default:
+				sv.stopSignal = sig
+				return abandon(errStopping)
+			}
+		}
+	}
 }
 
 // remove takes a namespace out. Its device is flushed and closed once the storage has

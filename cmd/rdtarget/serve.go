@@ -118,6 +118,11 @@ type server struct {
 	namespaces map[uint32]*served // by NSID; the goroutine of serve and reload alone
 	removals   []*served          // taken out and not closed yet; the same
 
+	// Of signals that came while a device was being opened; the same.
+	opening     map[string]chan struct{} // by path, of those given up; closed when there is an answer
+	stopSignal  os.Signal                // nil: none
+	reloadAgain bool
+
 	mu     sync.Mutex
 	losses map[string]*losses.Counter // by key, of all that is and was served; guarded by mu
 	counts map[uint32]*losses.Counter // by NSID, of what is served; guarded by mu
@@ -138,7 +143,7 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 		return cli.Usage(err)
 	}
 	sv := &server{env: env, log: log, s: s, load: load, started: time.Now(),
-		namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}, counts: map[uint32]*losses.Counter{}}
+		namespaces: map[uint32]*served{}, opening: map[string]chan struct{}{}, losses: map[string]*losses.Counter{}, counts: map[uint32]*losses.Counter{}}
 	if sv.addrs, err = s.listenAddrs(ctx); err != nil {
 		return err
 	}
@@ -350,8 +355,15 @@ func (sv *server) wait(ctx context.Context) {
 			switch sig {
 			case unix.SIGHUP:
 				sv.env.Notify(cli.Reloading()...)
-				sv.reload()
+				for again := true; again && sv.stopSignal == nil; again = sv.reloadAgain {
+					sv.reloadAgain = false
+					sv.reload()
+				}
 				sv.env.Notify("READY=1")
+				if sig := sv.stopSignal; sig != nil {
+					sv.log.Info("stopping", "signal", sig.String())
+					return
+				}
 			case unix.SIGUSR1:
 				sv.dump()
 			default:

@@ -452,6 +452,78 @@ func TestNotAddedLeavesNothing(t *testing.T) {
 	}
 }
 
+// Storage that does not answer when a device is opened keeps nobody from stopping the program,
+// nor from reloading again; what is opened late is closed.
+func TestReloadWhileOpeningHangs(t *testing.T) {
+	dir := clitest.Dir(t)
+	cfg, img := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a")
+	if err := os.WriteFile(img, make([]byte, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	write := func(ns string) {
+		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\nnamespaces: ["+ns+"]\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	thaw, opening := make(chan struct{}), make(chan struct{}, 8)
+	opened := make(chan blockdev.Device, 8)
+	oldOpen, oldPatience := openDevice, openPatience
+	defer func() { openDevice, openPatience = oldOpen, oldPatience }()
+	openDevice = func(path string, o blockdev.Options) (blockdev.Device, error) {
+		if path != img {
+			return oldOpen(path, o)
+		}
+		opening <- struct{}{}
+		<-thaw
+		d, err := oldOpen(path, o)
+		opened <- d
+		return d, err
+	}
+	serve := func() *clitest.Run {
+		write("'null:1M'")
+		r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", filepath.Join(dir, "run"))
+		r.Out.Await(t, "serving")
+		write("'null:1M', " + img)
+		return r
+	}
+
+	r := serve()
+	r.Signal(unix.SIGHUP)
+	<-opening
+	r.Signal(unix.SIGHUP) // not forgotten
+	r.Signal(unix.SIGTERM)
+	if code := r.Wait(t); code != 0 || !strings.Contains(r.Err.String(), "msg=stopping") {
+		t.Errorf("exit %d: %s", code, r.Err)
+	}
+
+	openPatience = time.Millisecond
+	r = serve()
+	r.Signal(unix.SIGHUP)
+	<-opening
+	r.Err.Await(t, `its storage gave no answer within 1ms`)
+	write("'null:1M', " + img + ", 'mem:1M'")
+	r.Signal(unix.SIGHUP)
+	r.Err.Await(t, `has not answered an earlier attempt yet`)
+	r.Err.Await(t, `namespaces=2 added=1 removed=0`)
+	close(thaw)
+	for range 2 {
+		d := <-opened
+		if d == nil { // the other one had it
+			continue
+		}
+		clitest.Eventually(t, "it is closed", func() bool { return errors.Is(d.Flush(), blockdev.ErrClosed) })
+	}
+	openPatience = oldPatience
+	clitest.Eventually(t, "it is served", func() bool {
+		r.Signal(unix.SIGHUP)
+		return strings.Contains(r.Err.String(), "namespaces=3")
+	})
+	r.Signal(unix.SIGTERM)
+	if code := r.Wait(t); code != 0 {
+		t.Errorf("exit %d: %s", code, r.Err)
+	}
+}
+
 func TestNameOfASecondServer(t *testing.T) {
 	dir := clitest.Dir(t)
 	start := func(args ...string) *clitest.Run {

@@ -154,6 +154,9 @@ func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "i
 // Attached and detached, cut and connected, again and again; ROUNDS and CUTS of guest/nvmet-churn.sh say how often.
 func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwarp") }
 
+// rdinit's link to the kernel's target goes down and comes back under load.
+func TestKernelTargetLink(t *testing.T) { overFabrics(t, "nvmet-link.sh", "iwarp") }
+
 func overFabrics(t *testing.T, name string, fabrics ...string) {
 	if testing.Short() {
 		t.Skip("boots virtual machines")

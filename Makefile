@@ -17,7 +17,7 @@ build:  ## bin/rdtarget and bin/rdinit
 deps:   ## install by apt what tests and the demonstration use (root), or say what is missing
 	@test/deps
 
-run: build deps ## a demonstration: serve, attach, copy a file system, kill the target under load
+run: deps build ## a demonstration: serve, attach, copy a file system, kill the target under load
 	@test/demo/run
 
 # All packages but the virtual machines, which take the whole machine for minutes.
@@ -36,13 +36,13 @@ lint:   ## gofmt, go vet, module files, builds for other machines
 fuzz:   ## every fuzz target for FUZZTIME (30s)
 	@test/fuzz $(FUZZTIME)
 
-e2e: build deps ## only the end-to-end tests, verbosely
+e2e: deps build ## only the end-to-end tests, verbosely
 	$(GO) test -count=1 -v ./test/e2e
 
 vm:     ## interoperation with the kernel, in virtual machines (root, qemu)
 	$(GO) test -count=1 -timeout 60m -v ./test/vm/...
 
-bench: build deps ## rdblk beside its peers, 10 minutes; WRITE=1 puts the result into docs/performance.md
+bench: deps build ## rdblk beside its peers, 10 minutes; WRITE=1 puts the result into docs/performance.md
 	@test/bench/run --rounds $(ROUNDS) $(if $(WRITE),--write) $(BENCH)
 
 benchvm: build ## rdinit and rdtarget beside the kernel over rxe and siw, in virtual machines (root, qemu); WRITE=1 as above

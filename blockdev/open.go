@@ -126,6 +126,11 @@ func howToMake(path string) string {
 	if _, err := os.Stat(filepath.Dir(path)); err != nil {
 		return "its directory does not exist either: is it mounted, and the path right?"
 	}
+	if _, size, ok := strings.Cut(path, ":"); ok {
+		if _, err := ParseSize(size); err == nil {
+			return fmt.Sprintf("memory is mem:%s, a device that forgets null:%s", size, size)
+		}
+	}
 	return "create it first: truncate -s 10G " + path
 }
 

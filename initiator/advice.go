@@ -78,6 +78,8 @@ func advice(err error) string {
 		return "is local_address an address of this machine?"
 	case errors.Is(err, syscall.EACCES), errors.Is(err, syscall.EPERM):
 		return "a firewall of this machine forbids it"
+	case errors.Is(err, rdma.ErrNoReply):
+		return "is it rdtarget that listens there, and not stopped?"
 	case errors.Is(err, syscall.ETIMEDOUT), errors.Is(err, rdma.ErrTimeout), errors.Is(err, ErrTimeout):
 		return "is the machine up, the address right, and does a firewall let the port through?"
 	case errors.Is(err, syscall.ECONNRESET):

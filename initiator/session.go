@@ -636,6 +636,9 @@ func (s *Session) Close(ctx context.Context) error {
 		s.mu.Lock()
 		s.state, s.since = StateClosed, time.Now()
 		s.mu.Unlock()
+		if cut != nil && errors.Is(s.closeE, context.Cause(ctx)) {
+			s.closeE = nil // the same reason, no need to say it twice
+		}
 		if err := errors.Join(cut, s.closeE); err != nil {
 			s.closeE = fmt.Errorf("close %q: %w", s.subnqn, err)
 		}

@@ -28,6 +28,13 @@ func NQNUUID(nqn string) (UUID, bool) {
 	return u, err == nil
 }
 
+// UUIDFormBroken tells whether a name begins as one in UUID form and has no UUID in it, as when it
+// was not copied whole.
+func UUIDFormBroken(nqn string) bool {
+	_, ok := NQNUUID(nqn)
+	return strings.HasPrefix(nqn, uuidNQNPrefix) && !ok
+}
+
 // CheckNQN reports whether a name can be used at all: 1 to 223 bytes of printable
 // UTF-8 without spaces. It is what can be asked of a peer's name, since targets
 // are configured with names that have no nqn form ("testnqn").
@@ -69,10 +76,8 @@ func ValidateNQN(s string) error {
 			return fmt.Errorf("%w: NQN %q: %q is no reversed domain name", ErrInvalid, s, domain)
 		}
 	}
-	if strings.HasPrefix(s, uuidNQNPrefix) {
-		if _, ok := NQNUUID(s); !ok {
-			return fmt.Errorf("%w: NQN %q: what follows uuid: is no UUID", ErrInvalid, s)
-		}
+	if UUIDFormBroken(s) {
+		return fmt.Errorf("%w: NQN %q: what follows uuid: is no UUID", ErrInvalid, s)
 	}
 	return nil
 }

@@ -14,6 +14,9 @@ var (
 	ErrQueueFull = errors.New("queue full")
 	// ErrNotSupported says this provider or device does not have the feature.
 	ErrNotSupported = errors.New("not supported")
+	// ErrNoReply says that the peer took the connection (with TCP: its kernel did) and then sent nothing in
+	// the time that there was. It comes with the error that says how long that was.
+	ErrNoReply = errors.New("the peer took the connection and sent no reply")
 	// ErrTimeout says the peer did not answer within the time that the caller or the provider chose.
 	ErrTimeout = errors.New("timed out")
 	// ErrDisconnected is the reason of an orderly end of a connection.

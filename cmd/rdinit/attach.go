@@ -60,7 +60,7 @@ func attachFlags(fs *pflag.FlagSet, env *cli.Env) (keys map[string]string, cfgFi
 	fs.String("http", "", "serve /metrics, /status and /healthz on `ADDR:PORT`")
 	fs.Bool("pprof", false, "also serve Go's profiler at /debug/pprof/ there")
 	fs.String("run-dir", "", "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
-	fs.Duration("wait", d.Wait, "how long to try to attach while the target is not there, as when machines start together")
+	fs.Duration("wait", d.Wait, "how long to try to attach while the target is not there, as when machines start together (default one attempt)")
 	fs.Duration("loss-timeout", d.LossTimeout, "how long requests wait for a lost target before they fail; negative: for ever")
 	for _, k := range []string{"socket", "device", "name", "http", "pprof", "run-dir", "wait", "loss-timeout"} {
 		keys[k] = strings.ReplaceAll(k, "-", "_")

@@ -103,6 +103,12 @@ func TestRefusals(t *testing.T) {
 	}
 	nobody := dead.Addr().String()
 	dead.Close()
+	mute, err := net.Listen("tcp", "127.0.0.1:0") // its kernel takes connections, and that is all
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mute.Close()
+	silent := mute.Addr().String()
 	sock := filepath.Join(dir, "s")
 	plain := filepath.Join(dir, "plain")
 	os.WriteFile(plain, []byte("precious"), 0o600)
@@ -147,6 +153,13 @@ func TestRefusals(t *testing.T) {
 		{"attach " + addr + " --http 15021 --socket " + sock, nil, 2, []string{`http: "15021" is no ADDR:PORT`, "127.0.0.1:15021"}},
 		{"attach " + addr + " --http " + addr + " --nsid 1 --socket " + sock + " --run-dir " + filepath.Join(dir, "r"), nil, 1, []string{"http endpoint " + addr + ": address already in use", "--http"}},
 		{"attach " + addr + " --http 192.0.2.1:1 --nsid 1 --socket " + sock + " --run-dir " + filepath.Join(dir, "r"), nil, 1, []string{"cannot assign requested address", "127.0.0.1", "--http"}},
+		{"attach " + addr + " --trace t.log --socket " + sock, nil, 2, []string{`unexpected argument "t.log"`, "--trace=t.log"}},
+		{"attach --trace " + nobody + " --socket " + sock, nil, 1, []string{"connection refused"}},
+		{"attach " + addr + " --pprof --socket " + sock, nil, 2, []string{"pprof: there is no HTTP endpoint", "127.0.0.1:9421"}},
+		{"attach " + addr + " --host-nqn nqn.2014-08.org.nvmexpress:uuid:1 --socket " + sock, nil, 2, []string{"host_nqn: ", "is no UUID", "rdinit version"}},
+		{addr, nil, 2, []string{"did you mean 'rdinit attach " + addr + "'?"}},
+		{"attach " + silent + " --connect-timeout 200ms --socket " + sock, nil, 1, []string{
+			"no answer within 200ms (connect_timeout): the peer took the connection and sent no reply (is it rdtarget that listens there, and not stopped?)"}},
 		{"attach nowhere.invalid --socket " + sock, nil, 1, []string{`look up "nowhere.invalid": `, "is the name right"}},
 		{"attach " + addr + " --wiat 3s --socket " + sock, nil, 2, []string{"unknown flag: --wiat (did you mean --wait?)"}},
 		{"attach " + addr + " --nsid 1 --run-dir " + plain + " --socket " + sock, nil, 1, []string{"--run-dir"}},

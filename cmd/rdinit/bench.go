@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -152,12 +151,7 @@ type benchResult struct {
 
 func (r *benchResult) print(env *cli.Env, output string) error {
 	if output == "json" {
-		b, err := json.MarshalIndent(r, "", "  ")
-		if err != nil {
-			return err
-		}
-		env.Printf("%s\n", b)
-		return nil
+		return env.PrintJSON(r)
 	}
 	l := r.Latency
 	env.Printf("%s: %s %s, %s, depth %d each, %.1f s\n", r.Name, r.RW, config.FormatSize(r.BS), counted(r.Queues, "queue"), r.Depth, r.Seconds)

@@ -35,7 +35,7 @@ func newDevicesCommand(env *cli.Env) *cli.Command {
 			}
 			r := provider.Inspect(c.LockedMemory())
 			if *output == "json" {
-				return printJSON(env, r)
+				return env.PrintJSON(r)
 			}
 			r.Print(env.Stdout)
 			return nil

@@ -65,7 +65,9 @@ func newDiscoverCommand(env *cli.Env) *cli.Command {
 				list = append(list, discovered{NQN: e.SUBNQN, Type: e.SUBTYPE.String(), Transport: e.TRTYPE.String(), Address: e.TRADDR, Port: e.TRSVCID})
 			}
 			if *output == "json" {
-				return printJSON(env, list)
+				if err := env.PrintJSON(list); err != nil {
+					return err
+				}
 			}
 			w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
 			n := 0
@@ -73,7 +75,11 @@ func newDiscoverCommand(env *cli.Env) *cli.Command {
 				if entries[i].SUBTYPE != protocol.SubsystemNVM {
 					continue // the discovery service itself
 				}
-				if n++; n == 1 {
+				n++
+				if *output == "json" {
+					continue
+				}
+				if n == 1 {
 					fmt.Fprintln(w, "TRANSPORT\tADDRESS\tPORT\tNQN")
 				}
 				fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", d.Transport, quoted(d.Address), quoted(d.Port), quoted(d.NQN))

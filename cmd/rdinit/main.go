@@ -25,6 +25,7 @@ func newProgram(env *cli.Env) *cli.Program {
 		Short: "attach disks of other machines over RDMA (NVMe over Fabrics)",
 		Epilog: "Settings come from flags, RDINIT_… environment variables, the file of --config, and\n" +
 			"defaults, in this order. Exit codes: 0 done, 1 failed, 2 wrong command line or configuration.\n",
+		Usual: "attach",
 		Commands: []*cli.Command{
 			newDiscoverCommand(env),
 			newAttachCommand(env).WithOwnSignals(),

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -86,15 +85,6 @@ func (r *running) matches(word string) bool {
 	return err1 == nil && err2 == nil && a == b
 }
 
-func printJSON(env *cli.Env, v any) error {
-	b, err := json.MarshalIndent(v, "", "  ")
-	if err != nil {
-		return err
-	}
-	env.Printf("%s\n", b)
-	return nil
-}
-
 func reports(list []running) []report {
 	rs := []report{}
 	for _, r := range list {
@@ -119,7 +109,7 @@ func newListCommand(env *cli.Env) *cli.Command {
 			}
 			list, err := attachments(ctx, dir())
 			if *output == "json" {
-				return errors.Join(printJSON(env, reports(list)), err)
+				return errors.Join(env.PrintJSON(reports(list)), err)
 			}
 			if len(list) == 0 && err == nil {
 				sayNothing(env, dir())
@@ -162,7 +152,7 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 				list = []running{*r}
 			}
 			if *output == "json" {
-				return errors.Join(printJSON(env, reports(list)), err)
+				return errors.Join(env.PrintJSON(reports(list)), err)
 			}
 			if len(list) == 0 && err == nil {
 				sayNothing(env, dir())

@@ -127,6 +127,8 @@ func (s *settings) Validate() error {
 		}
 		if err := protocol.CheckNQN(v); err != nil || !strings.HasPrefix(v, "nqn.") || strings.Contains(v, ",") {
 			bad(key, "%q is no NQN, as nqn.2014-08.org.nvmexpress:uuid:… is one (%s)", v, advice)
+		} else if protocol.UUIDFormBroken(v) {
+			bad(key, "%q: what follows uuid: is no UUID (%s)", v, advice)
 		}
 	}
 	nqn("nqn", s.NQN, "'rdinit discover' prints what a target has")
@@ -155,6 +157,9 @@ func (s *settings) Validate() error {
 		if err := cli.ListenAddr(s.HTTP, 9421); err != nil {
 			bad("http", "%v", err)
 		}
+	}
+	if s.Pprof && s.HTTP == "" {
+		bad("pprof", "there is no HTTP endpoint that it could be on: set http too (for example 127.0.0.1:9421)")
 	}
 	if err := cli.CheckLog(s.Log.Level, s.Log.Format); err != nil {
 		word, rest, _ := strings.Cut(err.Error(), ": ")

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"runtime"
 
 	"rdblk/internal/cli"
@@ -34,12 +33,7 @@ func newDevicesCommand(env *cli.Env) *cli.Command {
 			}
 			r := provider.Inspect(s.targetConfig().LockedMemory())
 			if *output == "json" {
-				b, err := json.MarshalIndent(r, "", "  ")
-				if err != nil {
-					return err
-				}
-				env.Printf("%s\n", b)
-				return nil
+				return env.PrintJSON(r)
 			}
 			r.Print(env.Stdout)
 			return nil

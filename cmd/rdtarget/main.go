@@ -25,6 +25,7 @@ func newProgram(env *cli.Env) *cli.Program {
 		Short: "serve files and disks to other machines over RDMA (NVMe over Fabrics)",
 		Epilog: "Settings come from flags, RDTARGET_… environment variables, the file of --config, and\n" +
 			"defaults, in this order. Exit codes: 0 done, 1 failed, 2 wrong command line or configuration.\n",
+		Usual: "serve",
 		Commands: []*cli.Command{
 			newServeCommand(env).WithOwnSignals(),
 			newCheckConfigCommand(env),

@@ -175,6 +175,9 @@ func (s *settings) Validate() error {
 		if err := protocol.CheckNQN(h); err != nil || !strings.HasPrefix(h, "nqn.") || strings.Contains(h, ",") {
 			bad(fmt.Sprintf("hosts[%d]", i), "%q is no host NQN; write one nqn.… an entry ('rdinit version' prints a machine's)", h)
 			badHost = true
+		} else if protocol.UUIDFormBroken(h) {
+			bad(fmt.Sprintf("hosts[%d]", i), "%q: what follows uuid: is no UUID (copy all of what 'rdinit version' prints on that machine)", h)
+			badHost = true
 		}
 	}
 	ids := map[uint32]bool{}
@@ -217,6 +220,9 @@ func (s *settings) Validate() error {
 		if err := cli.ListenAddr(s.HTTP, 9420); err != nil {
 			bad("http", "%v", err)
 		}
+	}
+	if s.Pprof && s.HTTP == "" {
+		bad("pprof", "there is no HTTP endpoint that it could be on: set http too (for example 127.0.0.1:9420)")
 	}
 	if err := cli.CheckLog(s.Log.Level, s.Log.Format); err != nil {
 		word, rest, _ := strings.Cut(err.Error(), ": ")
@@ -266,7 +272,7 @@ func (s *settings) Validate() error {
 			if key == "" {
 				key = field
 			}
-			if !c.Has(key) && !(key == "hosts" && badHost) {
+			if !c.Has(key) && !(key == "hosts" && badHost) && !(key == "buffer_memory" && c.Has("max_io")) {
 				bad(key, "%s", rest)
 			}
 		}

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -86,12 +85,7 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 				}
 			}
 			if *output == "json" {
-				b, err := json.MarshalIndent(list, "", "  ")
-				if err != nil {
-					return err
-				}
-				env.Printf("%s\n", b)
-				return errors.Join(errs...)
+				return errors.Join(append(errs, env.PrintJSON(list))...)
 			}
 			if len(list) == 0 && len(errs) == 0 {
 				fmt.Fprintf(env.Stderr, "rdtarget: this user serves nothing (looked in %s)\n", d)

@@ -90,6 +90,8 @@ type Program struct {
 	Short    string // one sentence: what the program is
 	Epilog   string // after the list of commands
 	Commands []*Command
+	// Usual is the command that was meant when a file or an address stands in the place of one.
+	Usual string
 }
 
 // usageError marks an error as the user's to correct.
@@ -140,7 +142,7 @@ func (p *Program) Main(ctx context.Context, env *Env, args []string) int {
 		if strings.HasPrefix(args[0], "-") {
 			return p.fail(env, "", Usagef("unknown flag %q before the command", args[0]))
 		}
-		return p.fail(env, "", Usagef("there is no command %q%s", args[0], p.didYouMean(args[0])))
+		return p.fail(env, "", Usagef("there is no command %q%s", args[0], p.hint(args[0])))
 	}
 	if err := c.Flags.Parse(args[1:]); err != nil {
 		if errors.Is(err, pflag.ErrHelp) {
@@ -158,7 +160,7 @@ func (p *Program) Main(ctx context.Context, env *Env, args []string) int {
 		if cause := context.Cause(ctx); errors.Is(cause, errStopped) {
 			err = fmt.Errorf("%w: %w", cause, err)
 		}
-		return p.fail(env, c.Name, err)
+		return p.fail(env, c.Name, traceHint(args[1:], err))
 	}
 	return ExitOK
 }
@@ -181,6 +183,14 @@ func untilSignal(ctx context.Context, env *Env) (context.Context, func()) {
 		}
 	}()
 	return ctx, func() { cancel(nil) }
+}
+
+// hint is what a word that is no command may have been meant for.
+func (p *Program) hint(word string) string {
+	if h := p.didYouMean(word); h != "" || p.Usual == "" || !strings.ContainsAny(word, "./:") {
+		return h
+	}
+	return fmt.Sprintf(" (did you mean '%s %s %s'?)", p.Name, p.Usual, word)
 }
 
 func (p *Program) didYouMean(word string) string {

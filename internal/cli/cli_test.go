@@ -21,7 +21,7 @@ func TestMainExitCodesAndMessages(t *testing.T) {
 	fs := NewFlagSet("work")
 	n := fs.Int("n", 1, "how `many`")
 	var got []string
-	p := &Program{Name: "prog", Short: "a program.", Commands: []*Command{{
+	p := &Program{Name: "prog", Short: "a program.", Usual: "work", Commands: []*Command{{
 		Name: "work", Args: "[flags] THING", Short: "do it", Long: "Does it.", Flags: fs,
 		Run: func(_ context.Context, args []string) error {
 			got = args
@@ -50,6 +50,7 @@ func TestMainExitCodesAndMessages(t *testing.T) {
 		{"work --n=x", 2, "", "prog: work: --n: \"x\" is no whole number: write one such as 4\nSee 'prog work --help'.\n"},
 		{"wrok", 2, "", "prog: there is no command \"wrok\" (did you mean work?)\nSee 'prog help'.\n"},
 		{"fly", 2, "", "prog: there is no command \"fly\"\nSee 'prog help'.\n"},
+		{"a.img", 2, "", "prog: there is no command \"a.img\" (did you mean 'prog work a.img'?)\nSee 'prog help'.\n"},
 		{"work --n", 2, "", "prog: work: --n needs a value: --n many\nSee 'prog work --help'.\n"},
 		{"--nope work", 2, "", "prog: unknown flag \"--nope\" before the command\nSee 'prog help'.\n"},
 		{"help wrok", 2, "", "prog: there is no command \"wrok\" (did you mean work?)\nSee 'prog help'.\n"},

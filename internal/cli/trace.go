@@ -1,9 +1,12 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
+	"strings"
 
 	"github.com/spf13/pflag"
 )
@@ -29,9 +32,25 @@ func (e *Env) OpenTrace(dest string) (io.WriteCloser, error) {
 	}
 	f, err := os.OpenFile(dest, os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
 	if err != nil {
-		return nil, fmt.Errorf("trace: %w", err)
+		return nil, fmt.Errorf("trace: %w (its directory must exist, and this user be allowed to write there: choose another with --trace=FILE)", err)
 	}
 	return f, nil
+}
+
+// traceHint adds to err how a file for --trace is written, if the word behind a --trace alone is what
+// nobody knows what to do with.
+func traceHint(args []string, err error) error {
+	for i, a := range args[:max(0, len(args)-1)] {
+		word := args[i+1]
+		if a == "--" {
+			break
+		}
+		if a != "--trace" || !errors.Is(err, fs.ErrNotExist) && !strings.HasSuffix(err.Error(), fmt.Sprintf("unexpected argument %q", word)) || !strings.Contains(err.Error(), word) {
+			continue
+		}
+		return fmt.Errorf("%w (if that is meant to be the trace's file: --trace=%s)", err, word)
+	}
+	return err
 }
 
 // unclosed is a writer that Close does not close.

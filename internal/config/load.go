@@ -180,7 +180,11 @@ func syntax(err error) string {
 	if errors.As(err, &p) {
 		s = p.Unwrap().Error()
 	}
-	return strings.Join(strings.Fields(s), " ")
+	s = strings.Join(strings.Fields(s), " ")
+	if strings.Contains(s, "cannot start any token") {
+		s += " (indent with spaces, not with tabs; put a word that begins with @ or % into quotes)"
+	}
+	return s
 }
 
 func fileAdvice(err error) string {

@@ -136,6 +136,7 @@ func TestFileProblems(t *testing.T) {
 		"list":       {write(t, "count: [1, 2]\n"), "count: it is a list, and one value is wanted"},
 		"group":      {write(t, "count: {a: 1}\n"), "count: it is a group, and one value is wanted"},
 		"not yaml":   {write(t, "a: [\n"), "c.yaml"},
+		"tabs":       {write(t, "hosts:\n\t- a\n"), "indent with spaces, not with tabs"},
 		"wrong kind": {write(t, "log: debug\n"), "log: it is a group of settings"},
 		"duplicate":  {write(t, "name: a\nname: b\n"), "already defined"},
 	} {

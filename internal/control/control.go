@@ -96,8 +96,10 @@ func private(fi os.FileInfo) error {
 	switch {
 	case !fi.IsDir():
 		return errors.New("it is not a directory: remove it")
-	case !ok || int(st.Uid) != os.Geteuid():
-		return errors.New("it belongs to another user: have it removed")
+	case !ok:
+		return errors.New("its owner cannot be told: have it removed")
+	case int(st.Uid) != os.Geteuid():
+		return fmt.Errorf("it belongs to another user (number %d): do this as that user, have it removed", st.Uid)
 	case fi.Mode().Perm()&0o077 != 0:
 		return fmt.Errorf("others have access to it (mode %04o): chmod 700 it", fi.Mode().Perm())
 	}
@@ -407,6 +409,7 @@ func WriteJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	enc := json.NewEncoder(w)
 	enc.SetIndent("", "  ")
+	enc.SetEscapeHTML(false)
 	enc.Encode(v)
 }
 

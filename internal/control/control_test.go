@@ -177,7 +177,7 @@ func TestForeignDirectoryIsRefused(t *testing.T) {
 		other := filepath.Join(base, "other")
 		os.Mkdir(other, 0o700)
 		os.Chown(other, 12345, 12345)
-		if _, err := Register(other, "prog", "x", true); err == nil || !strings.Contains(err.Error(), "another user") {
+		if _, err := Register(other, "prog", "x", true); err == nil || !strings.Contains(err.Error(), "another user (number 12345): do this as that user") {
 			t.Errorf("foreign directory: %v", err)
 		}
 	}

@@ -187,6 +187,9 @@ func (c *conn) broke(op string, ctx context.Context, err error) error {
 			err = rdma.ErrTimeout
 			c.dev.cm.timeouts.Add(1)
 		}
+		if op == "connect" {
+			err = fmt.Errorf("%w: %w", err, rdma.ErrNoReply)
+		}
 	}
 	c.mu.Lock()
 	if c.closed {

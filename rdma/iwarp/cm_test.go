@@ -450,7 +450,7 @@ func TestReplyTimeout(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := conn.Connect(context.Background(), rdma.ConnParam{}); !errors.Is(err, rdma.ErrTimeout) {
+	if _, err := conn.Connect(context.Background(), rdma.ConnParam{}); !errors.Is(err, rdma.ErrTimeout) || !errors.Is(err, rdma.ErrNoReply) {
 		t.Errorf("%v", err)
 	}
 	q.Close()

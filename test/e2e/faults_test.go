@@ -456,6 +456,9 @@ func TestHostList(t *testing.T) {
 	if code, _, errw := do(t, "rdinit", "discover", w.addr, "--host-nqn", host); code != 1 || !strings.Contains(errw, host) {
 		t.Errorf("discovery of such a host: exit %d, %q", code, errw)
 	}
+	if code, out, errw := do(t, "rdinit", "discover", w.addr, "--host-nqn", host, "-o", "json"); code != 1 || !strings.HasPrefix(out, "[") || !strings.Contains(errw, host) {
+		t.Errorf("the same as JSON: exit %d, %q, %q", code, out, errw)
+	}
 	write("nqn.2026-11.io.rdblk:somebody-else, " + host)
 	p.Process.Signal(syscall.SIGHUP)
 	p.await(t, "msg=reloaded hosts=2")

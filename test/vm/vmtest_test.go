@@ -194,6 +194,30 @@ func TestVerbs(t *testing.T) {
 	}
 }
 
+// What is done with a /dev/nbdN: file systems, discard, fio, a target that is killed under it.
+func TestBlockDeviceFileSystems(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	for _, provider := range []string{"iwarp", "rxe", "siw"} {
+		t.Run(provider, func(t *testing.T) {
+			blockDevice(t, "nbd-fs.sh", Config{Env: []string{"PROVIDER=" + provider}})
+		})
+	}
+}
+
+// Attach, mkfs, detach, attach, fsck, detach, $ROUNDS times.
+func TestBlockDeviceRounds(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	c := Config{}
+	if n := os.Getenv("ROUNDS"); n != "" {
+		c.Env, c.Timeout = []string{"ROUNDS=" + n}, time.Hour
+	}
+	blockDevice(t, "nbd-rounds.sh", c)
+}
+
 // rdinit is killed and nobody takes the device over, or somebody does late.
 func TestBlockDeviceDead(t *testing.T) {
 	if testing.Short() {

@@ -1,0 +1,103 @@
+#!/bin/bash
+# What people do with /dev/nbd0, over $PROVIDER (iwarp, rxe, siw): ext4 with a source tree, xfs, discard, fio verify
+# with 4 jobs, blocks of 4096 bytes, and a target that is killed under fio on a mounted ext4.
+# Arguments: the rdtarget and the rdinit program.
+. "$VM_REPO/test/vm/lib.sh"
+. "$VM_REPO/test/vm/guest/nbd-lib.sh"
+modprobe nbd
+truncate -s 512m /run/disk.img
+truncate -s 128m /run/disk4k.img
+cat >/run/target.yaml <<END
+namespaces:
+  - path: /run/disk.img
+    nsid: 1
+  - path: /run/disk4k.img
+    nsid: 2
+    block_size: 4096
+END
+serve none --config /run/target.yaml
+attach --nsid 1 --device /dev/nbd0 --queues 2
+note "attached over $PROVIDER: $(cat "$VM_OUT/ready.txt")"
+geometry() { # SIZE BLOCK: what lsblk and the queue say of $DEV
+	local got
+	got=$(lsblk -bdno SIZE,LOG-SEC,RO $DEV | tr -s ' ' | sed 's/^ //')
+	[ "$got" = "$1 $2 0" ] || die "lsblk: $got, not $1 $2 0"
+	[ "$(cat /sys/block/${DEV#/dev/}/queue/write_cache) $(cat /sys/block/${DEV#/dev/}/queue/fua)" = "write back 1" ] || die "write cache, fua"
+}
+geometry $((512 << 20)) 512
+
+# A source tree: copied, unmounted, checked, attached again, equal.
+mkdir -p /run/src /mnt/t
+tar -C "$VM_REPO" -cf - cmd nbd protocol docs test/vm | tar -C /run/src -xf -
+mkfs.ext4 -q -F $DEV
+mount $DEV /mnt/t
+cp -a /run/src /mnt/t/
+umount /mnt/t
+e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
+detach
+attach --nsid 1 --device /dev/nbd0 --queues 2
+mount -o ro $DEV /mnt/t
+diff -r --no-dereference /run/src /mnt/t/src || die "the tree differs"
+umount /mnt/t
+note "ext4: $(find /run/src -type f | wc -l) files copied, clean, equal after another attach"
+
+fio_verify $DEV bsrange=4k-1m numjobs=4 iodepth=32 size=16m offset_increment=64m
+fio_verify $DEV bsrange=4k-1m iodepth=32 size=8m ioengine=io_uring
+note "fio verify, 4 jobs, depth 32, 4k-1m; io_uring"
+
+mkfs.ext4 -q -F -E nodiscard $DEV
+mount $DEV /mnt/t
+fio_verify /mnt/t/fio size=16m rate_iops=60 bsrange=4k-64k iodepth=8 & load=$! # 8 s at least
+sleep 4
+kill -0 $load || die "fio was done too early"
+kill -9 $server; wait $server || true
+note "rdtarget killed under fio"
+sleep 4
+before=$(awk '{print $5}' /sys/block/nbd0/stat)
+sleep 1
+[ "$before" = "$(awk '{print $5}' /sys/block/nbd0/stat)" ] || die "I/O without a target"
+kill -0 $load || die "fio has ended without a target"
+serve none --config /run/target.yaml
+wait $load
+note "I/O paused, went on, verify clean"
+umount /mnt/t
+e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
+
+fs_check $DEV xfs /run/src
+note "xfs: the same"
+
+# Discard. A file gives zeros where it was discarded; nothing else changes.
+pattern() { head -c "$1" /dev/zero | tr '\0' '\245'; }
+pattern $((4 << 20)) | dd of=$DEV bs=1M seek=16 oflag=direct iflag=fullblock status=none
+blkdiscard -f -o $((17 << 20)) -l $((1 << 20)) $DEV
+blkdiscard -f -z -o $((18 << 20)) -l $((1 << 20)) $DEV
+for at in "16 pattern" "17 zero" "18 zero" "19 pattern"; do
+	read -r mb what <<<"$at"
+	case $what in
+	zero) want=$(head -c 1M /dev/zero | sha256sum) ;;
+	pattern) want=$(pattern $((1 << 20)) | sha256sum) ;;
+	esac
+	[ "$(dd if=$DEV bs=1M skip=$mb count=1 iflag=direct status=none | sha256sum)" = "$want" ] || die "MiB $mb is not $what"
+done
+blkdiscard -f $DEV
+[ "$(dd if=$DEV bs=1M count=64 iflag=direct status=none | tr -d '\0' | wc -c)" = 0 ] || die "not zero after blkdiscard"
+[ "$(du -m /run/disk.img | cut -f1)" -lt 16 ] || die "the file has kept its blocks: $(du -m /run/disk.img)"
+note "blkdiscard: part, zeroes, whole"
+detach
+
+attach --nsid 2 --device auto --queues 2
+geometry $((128 << 20)) 4096
+fs_check $DEV ext4 /run/src
+fio_verify $DEV size=8m
+mkdir /run/bin; ln -s "$rdtarget" "$rdinit" /run/bin/
+BIN=/run/bin RUNTIME=2 "$VM_REPO/test/fio/run" $DEV randread-4k-d32 | tee "$VM_OUT/fio-run.txt"
+grep -q "provider $by.*; back end /run/disk4k.img; queues 2 of depth .* fio-.*, Linux .*, rdinit .*, rdtarget " "$VM_OUT/fio-run.txt" || die "what it was measured on is not told"
+grep -q 'IOPS=' "$VM_OUT/fio-run.txt"
+! "$VM_REPO/test/fio/run" $DEV verify 2>/dev/null || die "fio writes unasked"
+detach
+note "blocks of 4096 bytes"
+
+kill $server; wait $server
+nbd_clean
+trap - EXIT
+note done

@@ -1,0 +1,38 @@
+#!/bin/bash
+# Attach, mkfs, detach, attach, fsck, detach, $ROUNDS times (20): always clean, nothing stuck, and nothing left behind
+# by rdinit, by rdtarget, in the kernel. What a round costs in emulation is the start of its programs.
+# Arguments: the rdtarget and the rdinit program.
+. "$VM_REPO/test/vm/lib.sh"
+. "$VM_REPO/test/vm/guest/nbd-lib.sh"
+modprobe nbd
+serve mem:16m --workers 2
+export RDINIT_PROTECT_MEMORY=false # which starts the program twice
+cp "$rdinit" /run/rdinit; rdinit=/run/rdinit
+# What is there when nobody is attached.
+left() {
+	echo "descriptors $(ls /proc/$server/fd | wc -l), threads $(ls /proc/$server/task | wc -l)," \
+		"unix sockets $(wc -l </proc/net/unix), control sockets $(find /run/rdblk -name "*rdinit*" | wc -l)," \
+		"bound devices $(find /sys/block/nbd*/ -maxdepth 1 -name pid | wc -l), hosts $("$rdtarget" status | grep -c '^  connected' || true)"
+}
+same() { [ "$(left)" = "$1" ]; }
+rss() { sed -n 's/^VmRSS:[^0-9]*\([0-9]*\) kB/\1/p' /proc/$server/status; }
+start=$SECONDS
+for ((i = 1; i <= ${ROUNDS:=20}; i++)); do
+	attach --device auto --queues 2
+	mkfs.ext4 -q -F -E nodiscard $DEV
+	detach
+	attach --device auto --queues 2
+	e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "round $i is not clean"; }
+	kill $client; wait $client # the other way to end it
+	[ ! -e /sys/block/nbd0/pid ] || die "round $i: still bound"
+	not_stuck
+	if [ $i = 2 ]; then before=$(left) size=$(rss); note "after 2 rounds: $before, $size kB"; fi
+	[ $((i % 25)) != 0 ] || note "round $i, $(rss) kB"
+done
+note "$ROUNDS rounds in $((SECONDS - start)) s: $(left), $(rss) kB"
+[ $ROUNDS -le 2 ] || wait_for 20 same "$before"
+[ "$(rss)" -lt $((size + 16384)) ] || die "rdtarget has grown from $size to $(rss) kB"
+kill $server; wait $server
+nbd_clean
+trap - EXIT
+note done

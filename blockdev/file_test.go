@@ -197,6 +197,20 @@ func TestALoopDevicesFileIsInUse(t *testing.T) {
 	}
 }
 
+// A loop device takes no lock on its file, and can be made of one that is served.
+func TestALoopDeviceOfAServedFile(t *testing.T) {
+	file := newFile(t, t.TempDir(), 1<<20)
+	d := open(t, file, blockdev.Options{})
+	dev := loop(t, file)
+	for _, readOnly := range []bool{false, true} {
+		if _, err := blockdev.Open(dev, blockdev.Options{ReadOnly: readOnly}); !errors.Is(err, blockdev.ErrInUse) || !strings.Contains(err.Error(), file) {
+			t.Errorf("read-only %v: %v, want it to name %s", readOnly, err, file)
+		}
+	}
+	d.Close()
+	open(t, dev, blockdev.Options{})
+}
+
 func TestTwoServersOfOneDisk(t *testing.T) {
 	file := newFile(t, t.TempDir(), 20<<20)
 	dev := loop(t, file)

@@ -120,6 +120,28 @@ func checkLoop(path string, st *unix.Stat_t, o Options) error {
 	return nil
 }
 
+// checkBacking is the other way round: whether the disk is a loop device whose file
+// somebody has locked, who will not see what is written through it, and writes himself.
+func checkBacking(path string, rdev uint64, o Options) error {
+	name := sysfsString(sysfsDisk(rdev), "loop/backing_file")
+	if name == "" || o.NoLock {
+		return nil
+	}
+	fd, err := unix.Open(name, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil // deleted, or of another mount namespace
+	}
+	defer unix.Close(fd)
+	lk := unix.Flock_t{Type: unix.F_WRLCK}
+	if o.ReadOnly {
+		lk.Type = unix.F_RDLCK
+	}
+	if unix.FcntlFlock(uintptr(fd), unix.F_OFD_GETLK, &lk) == nil && lk.Type != unix.F_UNLCK {
+		return fmt.Errorf("open %s: %w: it is a loop device of %s, which is in use%s: end that, or serve another", path, ErrInUse, name, heldBy(name))
+	}
+	return nil
+}
+
 // sysfsDisk is the directory of a whole disk in sysfs, given the number of the disk or of a
 // partition; "" if there is none.
 func sysfsDisk(dev uint64) string {

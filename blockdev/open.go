@@ -171,10 +171,13 @@ func openFile(path string, o Options) (_ Device, err error) {
 			return nil, err
 		}
 	}
-	if !block {
-		if err := checkLoop(path, &now, o); err != nil {
-			return nil, err
-		}
+	if block {
+		err = checkBacking(path, uint64(now.Rdev), o)
+	} else {
+		err = checkLoop(path, &now, o)
+	}
+	if err != nil {
+		return nil, err
 	}
 
 	d := &file{path: path, fd: fd, block: block, direct: o.Direct, log: o.logger(), guard: newWriteGuard(), dev: uint64(now.Dev), notesReads: notesReads(fd)}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -203,5 +204,48 @@ func TestListenAdvice(t *testing.T) {
 	}
 	if got := WithAdvice(unix.EIO, ListenAdvice(unix.EIO, at, "--listen")); got != error(unix.EIO) {
 		t.Error(got)
+	}
+}
+
+// A pipe that nobody reads must not keep the program from starting, or from hearing that it is to stop.
+func TestTraceToAPipe(t *testing.T) {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	type result struct {
+		w   io.WriteCloser
+		err error
+	}
+	results := make(chan result, 1)
+	env := &Env{}
+	go func() {
+		w, err := env.OpenTrace(pipe)
+		results <- result{w, err}
+	}()
+	select {
+	case r := <-results:
+		if r.err == nil || !strings.Contains(r.err.Error(), "nobody reads this pipe") {
+			t.Errorf("%v", r.err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("it waits for a reader")
+	}
+	reader, err := os.OpenFile(pipe, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reader.Close()
+	w, err := env.OpenTrace(pipe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	if _, err := w.Write([]byte("line\n")); err != nil {
+		t.Error(err)
+	}
+	b := make([]byte, 16)
+	if n, err := reader.Read(b); string(b[:n]) != "line\n" {
+		t.Errorf("%q, %v", b[:n], err)
 	}
 }

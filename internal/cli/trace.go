@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/pflag"
 )
@@ -30,7 +31,11 @@ func (e *Env) OpenTrace(dest string) (io.WriteCloser, error) {
 	case TraceStderr:
 		return unclosed{e.Stderr}, nil
 	}
-	f, err := os.OpenFile(dest, os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
+	// Without O_NONBLOCK the program would wait in open for somebody who reads a pipe.
+	f, err := os.OpenFile(dest, os.O_WRONLY|os.O_APPEND|os.O_CREATE|syscall.O_NONBLOCK, 0o600)
+	if errors.Is(err, syscall.ENXIO) {
+		return nil, fmt.Errorf("trace: open %s: nobody reads this pipe (start the reader first)", dest)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("trace: %w (its directory must exist, and this user be allowed to write there: choose another with --trace=FILE)", err)
 	}

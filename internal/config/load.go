@@ -12,6 +12,7 @@ package config
 import (
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -107,7 +108,7 @@ func Load(dst Validator, src Source) error {
 		WeaklyTypedInput: true,
 		ZeroFields:       true,
 		TagName:          tag,
-		DecodeHook:       mapstructure.ComposeDecodeHookFunc(durationHook, unsignedHook, stringHook, textHook, listHook),
+		DecodeHook:       mapstructure.ComposeDecodeHookFunc(durationHook, numberHook, stringHook, textHook, listHook),
 	})
 	if err != nil {
 		return err
@@ -326,13 +327,20 @@ func durationHook(from, to reflect.Type, data any) (any, error) {
 	return d, nil
 }
 
-// unsignedHook refuses negative numbers, which the decoder would wrap around.
-func unsignedHook(from, to reflect.Type, data any) (any, error) {
-	if to.Kind() < reflect.Uint || to.Kind() > reflect.Uint64 {
-		return data, nil
+// numberHook refuses numbers that the decoder would make others of: negative ones where none
+// can be, parts of one, truth values, and those that are to be one and are neither 0 nor 1.
+func numberHook(from, to reflect.Type, data any) (any, error) {
+	v := reflect.ValueOf(data)
+	misfit := false
+	switch k := to.Kind(); {
+	case k >= reflect.Int && k <= reflect.Uint64 && to != durationType:
+		misfit = v.Kind() == reflect.Bool || v.CanFloat() && v.Float() != math.Trunc(v.Float()) ||
+			k >= reflect.Uint && (v.CanInt() && v.Int() < 0 || v.CanFloat() && v.Float() < 0)
+	case k == reflect.Bool:
+		misfit = v.CanInt() && v.Int() != 0 && v.Int() != 1 || v.CanUint() && v.Uint() > 1 || v.CanFloat()
 	}
-	if v := reflect.ValueOf(data); v.CanInt() && v.Int() < 0 || v.CanFloat() && v.Float() < 0 {
-		return nil, errors.New(cli.Misfit("uint", fmt.Sprint(data)))
+	if misfit {
+		return nil, errors.New(cli.Misfit(kindName(to), fmt.Sprint(data)))
 	}
 	return data, nil
 }

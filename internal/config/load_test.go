@@ -105,6 +105,23 @@ func TestListsAndStructuresFromFileAndEnvironment(t *testing.T) {
 	}
 }
 
+// What a number would silently become another one of, or a truth value, is refused.
+func TestNumbersAreTakenAsTheyAre(t *testing.T) {
+	for text, want := range map[string]string{
+		"count: 1.5": `count: "1.5" is no whole number`, "count: true": `count: "true" is no whole number`,
+		"things: [{path: /a, id: 2.5}]": `id: "2.5" is no whole number`,
+		"on: 2":                         `on: "2" is neither true nor false`, "on: 0.5": `on: "0.5" is neither true nor false`,
+	} {
+		if err := Load(defaults(), Source{File: write(t, text+"\n")}); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %s", text, err, want)
+		}
+	}
+	got := defaults()
+	if err := Load(got, Source{File: write(t, "count: 3.0\non: 1\n")}); err != nil || got.Count != 3 || !got.On {
+		t.Errorf("%+v, %v", got, err)
+	}
+}
+
 func TestEverythingWrongIsSaidAtOnce(t *testing.T) {
 	file := write(t, "nmae: x\ncount: -5\nwait: 10\nlog:\n  levle: debug\nthings:\n  - path: /a\n    idd: 1\n    id: -1\n")
 	err := Load(defaults(), Source{Prefix: "T_", Environ: []string{"T_ON=perhaps", "T_NOPE=1", "T_LOG_LEVLE=x", "T_COUNT=many"}, File: file})

@@ -218,6 +218,55 @@ func TestBlockDeviceRounds(t *testing.T) {
 	blockDevice(t, "nbd-rounds.sh", c)
 }
 
+// The machine reboots while the device is mounted and written to. It must come to its end, soon, and
+// what was on stable storage when it began must be there.
+// The script knows harsher ends, to be tried by hand: busybox, sysrq.
+func TestBlockDeviceReboot(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	for _, how := range []string{"systemd"} {
+		t.Run(how, func(t *testing.T) {
+			r := blockDevice(t, "nbd-reboot.sh", Config{Args: []string{how}, Env: []string{"VM_INIT=1"}})
+			end := time.Now()
+			going := filepath.Join(r.Dir, "going")
+			st, err := os.Stat(going)
+			if err != nil {
+				t.Fatalf("the end has not begun: %v", err)
+			}
+			// The file has the moment's time by the host's clock: the share is the host's file system.
+			if took := end.Sub(st.ModTime()); took > 30*time.Second {
+				t.Errorf("the end took %v", took)
+			} else {
+				t.Logf("the end took %v", took)
+			}
+			console, err := os.ReadFile(filepath.Join(r.Dir, "console.txt"))
+			if err != nil || !strings.Contains(string(console), "reboot: ") {
+				t.Errorf("no reboot on the console (%v):\n%s", err, console)
+			}
+			stable, err := os.ReadFile(going)
+			if err != nil {
+				t.Fatal(err)
+			}
+			disk := filepath.Join(r.Dir, "disk.img")
+			if how == "systemd" { // it unmounts in time: nothing is left to repair
+				if out, err := exec.Command("e2fsck", "-fn", disk).CombinedOutput(); err != nil {
+					t.Errorf("not clean: %v\n%s", err, out)
+				}
+			}
+			// Replays the journal. 1: repaired, which for a journal's replay it does not say.
+			out, err := exec.Command("e2fsck", "-fy", disk).CombinedOutput()
+			if exit, ok := err.(*exec.ExitError); err != nil && (!ok || exit.ExitCode() != 1) {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			log, err := exec.Command("debugfs", "-R", "cat /log", disk).Output()
+			if err != nil || !strings.Contains("\n"+string(log), "\n"+strings.TrimSpace(string(stable))+"\n") {
+				t.Errorf("%s was on stable storage, and is lost (%v); the file ends with %q", stable, err, log[max(0, len(log)-100):])
+			}
+		})
+	}
+}
+
 // rdinit is killed and nobody takes the device over, or somebody does late.
 func TestBlockDeviceDead(t *testing.T) {
 	if testing.Short() {

@@ -44,6 +44,10 @@ func TestKernelHostIO(t *testing.T) { onLinks(t, "host-io.sh", nil) }
 // Growth, namespaces and hosts that come and go, a persistent discovery controller.
 func TestKernelHostEvents(t *testing.T) { onLinks(t, "host-events.sh", nil) }
 
+// Connect and disconnect in rounds, without a leak. With more arguments the script has resets and lost
+// links under load too, which take longer than a test may.
+func TestKernelHostChurn(t *testing.T) { onLinks(t, "host-churn.sh", nil) }
+
 const (
 	hostNQN = "nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff"
 	vmNQN   = "nqn.2026-11.io.rdblk:vm"

@@ -1,0 +1,63 @@
+#!/bin/bash
+# The kernel's host comes and goes at rdtarget: connect and disconnect in rounds; with a number of resets, also
+# reset under load and the link down and up under load. Nothing hangs, data stays right, rdtarget holds nothing
+# more at the end than after two rounds.
+# Arguments: the rdtarget program, the link (see host-lib.sh), rounds of connect and disconnect (8), resets (0).
+rdtarget=$1 rounds=${3:-8} resets=${4:-0}
+. "$VM_REPO/test/vm/guest/host-lib.sh"
+link "$2"
+on_exit
+truncate -s 192m /run/disk.img
+serve --allow-any-host /run/disk.img
+round() {
+	nvme_connect $ADDR $nqn --nr-io-queues=2
+	dd if=$NVME of=/dev/null bs=64k count=4 iflag=direct status=none
+	nvme_disconnect $nqn >/dev/null
+}
+round
+round
+wait_for 20 sh -c "[ \$(curl -sf http://$HTTP/metrics | awk '\$1 == \"rdtarget_connections\" {print \$2}') = 0 ]"
+objects >"$VM_OUT/base.txt"
+cat "$VM_OUT/base.txt"
+for ((i = 0; i < rounds; i++)); do round; done
+no_leak "$VM_OUT/base.txt"
+note "$rounds times connected and disconnected by $PROVIDER"
+
+if [ "$resets" = 0 ]; then
+	stop
+	note done
+	exit
+fi
+
+live() { wait_for 60 grep -q live /sys/class/nvme/$CTRL/state; }
+nvme_connect $ADDR $nqn --nr-io-queues=2 --keep-alive-tmo=2 --reconnect-delay=1 --ctrl-loss-tmo=120
+fio_verify $NVME size=24m rate=2m & load=$! # fio counts a rate of requests in the smallest of them
+for ((i = 0; i < resets; i++)); do
+	sleep 0.7
+	kill -0 $load || die "the load ended before reset $i"
+	timeout 60 nvme reset /dev/$CTRL
+	live
+done
+wait $load
+note "$resets resets under load, verify clean"
+
+lost() { # WHAT SECS DEV: it is down for so long, under load
+	fio_verify $NVME size=16m rate=2m & load=$!
+	sleep 2
+	kill -0 $load || die "the load ended before the link"
+	ip link set "$3" down
+	sleep "$2"
+	ip link set "$3" up
+	wait $load
+	live
+	note "$1 down for $2 s under load, verify clean"
+}
+[ "$2" = rxe ] || lost "the wire (no packets, and nobody says so)" 7 lo # longer than both sides' keep-alive
+lost "the interface" 3 $NETDEV
+nvme_disconnect $nqn
+no_leak "$VM_OUT/base.txt"
+round
+no_leak "$VM_OUT/base.txt"
+stop
+grep -q level=ERROR "$VM_OUT/rdtarget.txt" && die "rdtarget logs errors: $(grep level=ERROR "$VM_OUT/rdtarget.txt" | head -3)"
+note done

@@ -15,12 +15,12 @@ siw) siw_up; A=$SIW; ulimit -l unlimited ;;
 *) die "no such device: $net" ;;
 esac
 k=nqn.2026-11.io.rdblk:kernel o=nqn.2026-11.io.rdblk:ours
-null_up nb0 256
-dd if=/dev/zero of=$BLK bs=1M count=256 oflag=direct status=none
+null_up nb0 64
+dd if=/dev/zero of=$BLK bs=1M oflag=direct status=none || true # to its end
 nvmet_subsys $k; nvmet_ns $k 1 $BLK; nvmet_port 1 $A 4420 $k
 : >"$VM_OUT/rdinit.txt"
 trap 'tail -n 20 "$VM_OUT"/rd*.txt; dmesg | tail -20' EXIT
-"$rdtarget" serve --provider verbs --listen $A:4421 --nqn $o --allow-any-host mem:256M >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
+"$rdtarget" serve --provider verbs --listen $A:4421 --nqn $o --allow-any-host mem:64M >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
 wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/rdtarget.txt"
 nvme_connect $A $k -i 2; kk=$NVME
 nvme_connect $A $o -i 2 -s 4421; ko=$NVME
@@ -31,8 +31,15 @@ attach() { # PORT NQN: $DEV, $client
 }
 attach 4420 $k; rk=$DEV c1=$client
 attach 4421 $o; ro=$DEV c2=$client
-dd if=/dev/zero of=$ko bs=1M count=256 oflag=direct status=none
+dd if=/dev/zero of=$ko bs=1M oflag=direct status=none || true
 ticks() { awk '{print $14+$15}' /proc/$1/stat; }
+resting() { # what starting up, filling and scanning have left to do is done
+	local t=$(($(ticks $server) + $(ticks $c1) + $(ticks $c2)))
+	sleep 1
+	[ $(($(ticks $server) + $(ticks $c1) + $(ticks $c2) - t)) -lt 8 ]
+}
+wait_for 40 resting
+note "everything rests"
 printf '{"kernel": "%s", "machine": "%s processors, emulated", "date": "%s"}\n' "$(uname -r)" "$(nproc)" "$(date +%F)" >"$VM_OUT/bench.jsonl"
 for ((r = 0; r < rounds; r++)); do
 	for job in $JOBS; do
@@ -46,15 +53,13 @@ for ((r = 0; r < rounds; r++)); do
 			esac
 			t=$(($(ticks $server) + $(ticks $c1) + $(ticks $c2)))
 			fio --name=c --filename="$d" --rw="$rw" --bs="$bs" --iodepth="$depth" --ioengine=libaio --direct=1 --time_based --runtime="$secs" \
-				--randrepeat=0 --norandommap --output-format=json >/run/fio.json 2>/dev/null
+				--randrepeat=0 --norandommap --output-format=terse --terse-version=3 >/run/fio.txt 2>/dev/null
 			t=$(($(ticks $server) + $(ticks $c1) + $(ticks $c2) - t))
-			python3 - "$net" "$name" "$bs $rw, depth $depth" "$r" "$t" >>"$VM_OUT/bench.jsonl" <<-'END'
-				import json, sys
-				j = json.load(open("/run/fio.json"))["jobs"][0]
-				d = j["read"] if j["read"]["total_ios"] else j["write"]
-				print(json.dumps({"net": sys.argv[1], "path": sys.argv[2], "job": sys.argv[3], "round": int(sys.argv[4]), "iops": d["iops"],
-				                  "mib": d["bw_bytes"] / 2**20, "mean": d["clat_ns"]["mean"] / 1e3, "cpu": int(sys.argv[5]) / 100, "ios": d["total_ios"]}))
-			END
+			# Terse version 3: KiB, KiB/s and IOPS of reads from field 6, their mean latency in 40; of writes 41 further on.
+			awk -F';' -v at=$([[ $rw = *read ]] && echo 6 || echo 47) -v bs="${bs%k}" \
+				-v head="\"net\": \"$net\", \"path\": \"$name\", \"job\": \"$bs $rw, depth $depth\", \"round\": $r, \"cpu\": $((t / 100)).$(printf %02d $((t % 100)))" \
+				'$1 == 3 { printf "{%s, \"iops\": %d, \"mib\": %.2f, \"mean\": %.1f, \"ios\": %d}\n", head, $(at + 2), $(at + 1) / 1024, $(at + 34), $at / bs }' \
+				/run/fio.txt >>"$VM_OUT/bench.jsonl"
 			tail -n 1 "$VM_OUT/bench.jsonl"
 		done
 	done

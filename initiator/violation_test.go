@@ -28,6 +28,35 @@ func once(op protocol.Opcode, fn func(*fakeCommand)) func(*fakeCommand) bool {
 	}
 }
 
+// The retry timeout is for one stretch of refusals. A request that was refused for a moment, and
+// taken then, may be refused for a moment again long after, when its association was lost.
+func TestRetryTimeoutBeginsAnew(t *testing.T) {
+	f := newFakeTarget(t)
+	cfg := testConfig(f, newProvider(t))
+	cfg.RetryTimeout = 300 * time.Millisecond
+	d := device(t, connect(t, cfg))
+	var sent atomic.Int32
+	f.set(func() {
+		f.hook = func(k *fakeCommand) bool {
+			if k.req.QID == 0 || k.cmd.IsFabrics() || k.cmd.Opcode() != protocol.OpWrite {
+				return false
+			}
+			switch sent.Add(1) {
+			case 1, 3:
+				_ = k.respond(protocol.StatusNamespaceNotReady, 0)
+				return true
+			case 2: // storage that is slow, and a connection that ends over it
+				time.AfterFunc(2*cfg.RetryTimeout, func() { f.cut(nil) })
+				return true
+			}
+			return false
+		}
+	})
+	if err := d.WriteAt(pattern(1, 512), 0, 0); err != nil || sent.Load() != 4 {
+		t.Errorf("sent %d times: %v", sent.Load(), err)
+	}
+}
+
 // A target that breaks the protocol loses the association, the request that was under
 // way is sent again, and the application sees nothing but time.
 func TestProtocolViolations(t *testing.T) {

@@ -120,6 +120,7 @@ type attachment struct {
 	kdev    *nbd.KernelDevice
 
 	detaching atomic.Bool
+	flushes   atomic.Int32 // of the end, without an answer
 
 	mu      sync.Mutex    // serialises detach
 	ended   bool          // detached; guarded by mu
@@ -491,11 +492,19 @@ func (a *attachment) flush(ctx context.Context) error {
 		return nil
 	}
 	done := make(chan error, 1)
-	go func() { done <- a.dev.Flush() }()
+	a.flushes.Add(1)
+	go func() {
+		defer a.flushes.Add(-1)
+		done <- a.dev.Flush()
+	}()
 	select {
 	case err := <-done:
 		return err
 	case <-ctx.Done():
+		if a.clean() {
+			a.log.Warn("the target did not answer the last flush, which had nothing to make durable", "err", context.Cause(ctx))
+			return nil
+		}
 		return fmt.Errorf("the target at %s: %w", a.session.Status().Addr, context.Cause(ctx))
 	}
 }
@@ -503,13 +512,20 @@ func (a *attachment) flush(ctx context.Context) error {
 // untouched tells that the target is away and nothing was written through this attachment, so
 // that its end needs no flush. (One that took a device over answers for what came before it.)
 func (a *attachment) untouched() bool {
+	st := a.session.Status()
+	away := st.State != initiator.StateLive || namespaceOf(st, a.dev.NSID()).Fault != ""
+	return away && a.clean()
+}
+
+// clean tells that all that was written through this attachment is durable, and nothing but flushes of
+// its end has no answer.
+func (a *attachment) clean() bool {
 	if a.kdev != nil && a.kdev.TookOver() {
 		return false
 	}
 	st := a.session.Status()
 	ns := namespaceOf(st, a.dev.NSID())
-	away := st.State != initiator.StateLive || ns.Fault != ""
-	return away && st.Requests == 0 && !ns.Unflushed && ns.FlushFault == ""
+	return st.Requests <= int(a.flushes.Load()) && !ns.Unflushed && ns.FlushFault == ""
 }
 
 // controlHandler answers at the control socket.

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"rdblk/blockdev"
+	"rdblk/blockdev/blockdevtest"
 	"rdblk/initiator"
 	"rdblk/internal/cli/clitest"
 	"rdblk/internal/timeout"
@@ -153,5 +154,46 @@ func TestLimitsAreSaid(t *testing.T) {
 	code, _, errw = clitest.Do(t, newProgram, []string{"RDINIT_BUFFER_MEMORY=1M"}, "bench", addr, "--queues", "130", "--iodepth", "1", "--runtime", "50ms")
 	if code != 0 || !strings.Contains(errw, `level=WARN msg="target grants fewer I/O queues than were asked for`) || !strings.Contains(errw, "queues=130 granted=128") {
 		t.Errorf("exit %d, %s", code, errw)
+	}
+}
+
+// A target that hangs holds up no end of an attachment that wrote nothing, or flushed what it wrote: there is
+// nothing that its last flush could save. With an unflushed write the end is refused as before.
+func TestDetachFromAHangingTarget(t *testing.T) {
+	for name, dirty := range map[string]bool{"nothing written": false, "unflushed write": true} {
+		t.Run(name, func(t *testing.T) {
+			dir := clitest.Dir(t)
+			run := filepath.Join(dir, "run")
+			dev := blockdevtest.Delayed(file(t))
+			gate := dev.Hold(blockdevtest.Match{Ops: []blockdev.Op{blockdev.OpFlush}})
+			defer gate.Open()
+			addr, _ := startTarget(t, "127.0.0.1:0", dev)
+			r, sock := attached(t, addr, dir, []string{"RDINIT_DETACH_TIMEOUT=2s"})
+			if dirty {
+				c := nbdClient(t, sock)
+				nbdWrite(t, c)
+				c.Close()
+				clitest.Eventually(t, "the client is gone", func() bool { return statusOf(t, run).Clients == 0 })
+			}
+			code, _, errw := clitest.Do(t, newProgram, nil, "detach", "disk", "--run-dir", run)
+			if !dirty {
+				if code != 0 {
+					t.Errorf("exit %d, %s", code, errw)
+				}
+				if code := r.Wait(t); code != 0 || !strings.Contains(r.Err.String(), "which had nothing to make durable") {
+					t.Errorf("attach: exit %d, %s", code, r.Err)
+				}
+				return
+			}
+			if code != 1 || !strings.Contains(errw, "still attached") {
+				t.Errorf("exit %d, %s", code, errw)
+			}
+			if code, _, errw := clitest.Do(t, newProgram, nil, "detach", "disk", "--run-dir", run, "--force"); code != 0 || !strings.Contains(errw, "may be lost") {
+				t.Errorf("by force: exit %d, %s", code, errw)
+			}
+			if code := r.Wait(t); code != 1 {
+				t.Errorf("attach: exit %d", code)
+			}
+		})
 	}
 }

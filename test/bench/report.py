@@ -223,7 +223,7 @@ def vm(recs):
     head = next((r for r in recs if "kernel" in r), {})
     recs = [r for r in recs if "path" in r]
     base = "kernel → kernel"
-    out = "Date %s, Linux %s, %s. Medians of %d interleaved rounds; ratios are paired within rounds. Emulation: only the ratios mean anything.\n" % (
+    out = "Date %s, Linux %s, %s. Medians of %d interleaved round(s); ratios are paired within rounds. Emulation: only the ratios mean anything.\n" % (
         head.get("date", "?"), head.get("kernel", "?"), head.get("machine", "?"), 1 + max(r["round"] for r in recs))
     for net in sorted({r["net"] for r in recs}):
         here = [r for r in recs if r["net"] == net]

@@ -515,72 +515,98 @@ func (c *conn) destroyLocked() {
 
 // listener hands out connection requests.
 type listener struct {
-	p     *Provider
-	token uint64
-	id    *C.struct_vb_cm_id
-	addr  netip.AddrPort
-	queue chan *conn
-	stop  chan struct{}
-	on    *opened // the device of its address; lib.mu
+	p       *Provider
+	addr    netip.AddrPort
+	backlog int
+	queue   chan *conn
+	on      *opened // the device of its address; lib.mu
 
 	mu     sync.Mutex
+	token  uint64
+	id     *C.struct_vb_cm_id
+	stop   chan struct{} // closed when err is set
+	err    error         // of Accept
 	closed bool
-	err    error // of Accept, once stop is closed
 }
 
-// Listen opens a listener. On a wildcard address it listens on all devices.
+// Listen opens a listener. On a wildcard address it listens on all devices. When the device of its address is removed,
+// Accept returns an error, and each Accept after that tries to listen again: the device may have come back.
 func (p *Provider) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.Listener, error) {
-	fail := func(err error) (rdma.Listener, error) {
-		return nil, &rdma.OpError{Op: "listen", Provider: providerName, Addr: addr, Err: err}
-	}
-	if !addr.IsValid() {
-		return fail(fmt.Errorf("%w: no address", rdma.ErrInvalid))
-	}
 	if cfg.Backlog <= 0 {
 		cfg.Backlog = 128
 	}
 	if cfg.MaxPending <= 0 {
 		cfg.MaxPending = 256
 	}
-	p.lib.sync()
-	l := &listener{p: p, token: p.lib.token(), queue: make(chan *conn, cfg.MaxPending), stop: make(chan struct{})}
-	if e := C.vb_cm_create(p.lib.channel, C.uint64_t(l.token), &l.id); e != 0 {
-		return fail(errnoError(syscall.Errno(e)))
+	l := &listener{p: p, addr: addr, backlog: cfg.Backlog, queue: make(chan *conn, cfg.MaxPending), stop: make(chan struct{})}
+	err := invalid("no address")
+	if addr.IsValid() {
+		err = l.listen()
 	}
-	p.lib.mu.Lock()
-	p.lib.listeners[l.token] = l
-	p.lib.mu.Unlock()
-	e := C.vb_cm_bind(l.id, unsafe.Pointer(sockaddr(addr)))
+	if err != nil {
+		return nil, &rdma.OpError{Op: "listen", Provider: providerName, Addr: addr, Err: err}
+	}
+	return l, nil
+}
+
+// listen makes the identifier; l.mu is held, or l is not known yet.
+func (l *listener) listen() error {
+	lib := l.p.lib
+	lib.sync()
+	l.token = lib.token()
+	if e := C.vb_cm_create(lib.channel, C.uint64_t(l.token), &l.id); e != 0 {
+		l.id = nil
+		return errnoError(syscall.Errno(e))
+	}
+	lib.mu.Lock()
+	lib.listeners[l.token] = l
+	lib.mu.Unlock()
+	e := C.vb_cm_bind(l.id, unsafe.Pointer(sockaddr(l.addr)))
 	if e == 0 {
-		e = C.vb_cm_listen(l.id, C.int(cfg.Backlog))
+		e = C.vb_cm_listen(l.id, C.int(l.backlog))
 	}
 	if e != 0 {
-		l.Close()
+		l.destroy()
 		if err := syscall.Errno(e); err == unix.ENODEV || err == unix.EADDRNOTAVAIL {
-			return fail(fmt.Errorf("%w: no RDMA device has this address", err))
+			return fmt.Errorf("%w: no RDMA device has this address", err)
 		}
-		return fail(errnoError(syscall.Errno(e)))
+		return errnoError(syscall.Errno(e))
 	}
 	if l.id.verbs != nil {
-		o, err := p.lib.open(l.id.verbs)
+		o, err := lib.open(l.id.verbs)
 		if err == nil {
-			p.lib.mu.Lock()
+			lib.mu.Lock()
 			l.on = o
-			p.lib.mu.Unlock()
+			lib.mu.Unlock()
 			if o.removed.Load() {
 				err = errRemoved
 			}
 		}
 		if err != nil {
-			l.Close()
-			return fail(err)
+			l.destroy()
+			return err
 		}
 	}
-	l.addr = addrOf(unsafe.Pointer(&l.id.src_addr[0]))
-	if !l.addr.IsValid() || l.addr.Port() == 0 {
-		l.addr = addr
+	if a := addrOf(unsafe.Pointer(&l.id.src_addr[0])); a.IsValid() && a.Port() != 0 {
+		l.addr = a
 	}
-	return l, nil
+	return nil
+}
+
+// destroy ends the identifier, as listen does.
+func (l *listener) destroy() {
+	if l.id == nil {
+		return
+	}
+	lib := l.p.lib
+	lib.mu.Lock()
+	delete(lib.listeners, l.token)
+	l.on = nil
+	lib.mu.Unlock()
+	lib.cm.Lock()
+	C.vb_cm_destroy(l.id)
+	lib.cm.Unlock()
+	l.id = nil
 }
 
 // request takes a connection request, on the goroutine that reads events.
@@ -613,23 +639,39 @@ func (l *listener) request(token uint64, id *C.struct_vb_cm_id, ev cmEvent) {
 }
 
 func (l *listener) Accept() (rdma.Conn, error) {
-	select {
-	case <-l.stop:
-		return nil, l.reason()
-	default:
+	stop, err := l.ready()
+	if err != nil {
+		return nil, err
 	}
 	select {
 	case c := <-l.queue:
 		return c, nil
-	case <-l.stop:
-		return nil, l.reason()
+	case <-stop:
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if l.err == nil {
+			return nil, rdma.ErrTimeout // another Accept has made it work again meanwhile
+		}
+		return nil, l.err
 	}
 }
 
-func (l *listener) reason() error {
+// ready sees to it that the listener listens, and returns what tells that it does no longer.
+func (l *listener) ready() (<-chan struct{}, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.err
+	if l.closed {
+		return nil, rdma.ErrClosed
+	}
+	if l.err != nil {
+		l.destroy()
+		if err := l.listen(); err != nil {
+			l.err = &rdma.OpError{Op: "listen again", Provider: providerName, Addr: l.addr, Err: err}
+			return nil, l.err
+		}
+		l.err, l.stop = nil, make(chan struct{})
+	}
+	return l.stop, nil
 }
 
 // fail ends Accept because something broke. On a wildcard address nothing breaks: there may be other devices.
@@ -643,7 +685,11 @@ func (l *listener) fail(err error) {
 	close(l.stop)
 }
 
-func (l *listener) Addr() netip.AddrPort { return l.addr }
+func (l *listener) Addr() netip.AddrPort {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.addr
+}
 
 func (l *listener) Close() error {
 	l.mu.Lock()
@@ -656,14 +702,8 @@ func (l *listener) Close() error {
 		close(l.stop)
 	}
 	l.err = rdma.ErrClosed
+	l.destroy()
 	l.mu.Unlock()
-	lib := l.p.lib
-	lib.mu.Lock()
-	delete(lib.listeners, l.token)
-	lib.mu.Unlock()
-	lib.cm.Lock()
-	C.vb_cm_destroy(l.id)
-	lib.cm.Unlock()
 	for {
 		select {
 		case c := <-l.queue:

@@ -486,6 +486,29 @@ func TestDeviceRemoval(t *testing.T) {
 	if isSiw(p, info) {
 		kind = "siw"
 	}
+	// A listener that is there all the time works again afterwards.
+	old, err := p.Listen(netip.AddrPortFrom(a, 0), rdma.ListenConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan int, 1)
+	go func() {
+		failures := 0
+		for {
+			c, err := old.Accept()
+			switch {
+			case errors.Is(err, rdma.ErrClosed):
+				ended <- failures
+				return
+			case err != nil:
+				failures++
+				time.Sleep(20 * time.Millisecond) // as those who serve do
+			default:
+				c.Reject([]byte("old"))
+				c.Close()
+			}
+		}
+	}()
 	for range 2 {
 		removal := make(chan string, 1)
 		ok := t.Run("remove", func(t *testing.T) {
@@ -595,6 +618,31 @@ func TestDeviceRemoval(t *testing.T) {
 		}
 		run(t, "rdma", "link", "add", info.Name, "type", kind, "netdev", netdev)
 		again(t, p, a)
+		t.Run("old listener", func(t *testing.T) {
+			rdmatest.Until(t, "an answer of the old listener", func() { time.Sleep(50 * time.Millisecond) }, func() bool {
+				c, err := p.Dial(t.Context(), netip.Addr{}, old.Addr())
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer c.Close()
+				side := rdmatest.NewSide(t, "side", c.Device(), 16, 4096)
+				defer side.Close(t)
+				q, err := c.CreateQP(side.PD, rdma.QPConfig{SendCQ: side.CQ, RecvCQ: side.CQ, MaxSend: 1, MaxRecv: 1})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer q.Close()
+				ctx, cancel := context.WithTimeout(t.Context(), rdmatest.Patience)
+				defer cancel()
+				_, err = c.Connect(ctx, rdma.ConnParam{})
+				var rej *rdma.RejectError
+				return errors.As(err, &rej) && bytes.HasPrefix(rej.PrivateData, []byte("old"))
+			})
+		})
+	}
+	old.Close()
+	if n := <-ended; n == 0 {
+		t.Error("the old listener has not noticed")
 	}
 	log.wait(t, `msg="RDMA device was removed"`)
 }

@@ -69,6 +69,9 @@ type Device interface {
 	// It needs an entry for each work request that its QPs can hold (MaxSend and
 	// MaxRecv, also of unsignalled ones: they complete when they are flushed).
 	CreateCQ(depth int) (CQ, error)
+	// Removed is closed when the device is being taken out of the machine; nil where that does not happen. Connections
+	// on it end by themselves. The kernel may wait with the removal until all that was made from the device is closed.
+	Removed() <-chan struct{}
 	Close() error
 }
 

@@ -3,9 +3,12 @@ package target
 import (
 	"bytes"
 	"errors"
+	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"rdblk/internal/arena"
@@ -18,6 +21,9 @@ import (
 type adapter struct {
 	*iwarp.Provider
 	dev *adapterDevice
+
+	mu     sync.Mutex
+	broken error // of Accept
 }
 
 type adapterDevice struct {
@@ -27,6 +33,8 @@ type adapterDevice struct {
 	mu      sync.Mutex
 	failCQ  error
 	regions []int // bytes registered, in order
+	domains int   // protection domains that are open
+	removed chan struct{}
 }
 
 func (d *adapterDevice) fail(err error) {
@@ -57,7 +65,7 @@ type adapterPD struct {
 }
 
 func newAdapter(nic *iwarp.Provider, change func(*rdma.DeviceInfo)) *adapter {
-	return &adapter{nic, &adapterDevice{Device: nic.Device(), change: change}}
+	return &adapter{Provider: nic, dev: &adapterDevice{Device: nic.Device(), change: change, removed: make(chan struct{})}}
 }
 
 func (a *adapter) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.Listener, error) {
@@ -66,11 +74,41 @@ func (a *adapter) Listen(addr netip.AddrPort, cfg rdma.ListenConfig) (rdma.Liste
 }
 
 func (l *adapterListener) Accept() (rdma.Conn, error) {
+	l.a.mu.Lock()
+	err := l.a.broken
+	l.a.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
 	c, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
+	l.a.mu.Lock()
+	defer l.a.mu.Unlock()
 	return &adapterConn{c, l.a.dev}, nil
+}
+
+// breakAccept makes Accept fail from its next call on, until it is called with nil.
+func (a *adapter) breakAccept(err error) {
+	a.mu.Lock()
+	a.broken = err
+	a.mu.Unlock()
+}
+
+func (d *adapterDevice) Removed() <-chan struct{} { return d.removed }
+
+func (d *adapterDevice) openDomains() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.domains
+}
+
+func (p *adapterPD) Close() error {
+	p.dev.mu.Lock()
+	p.dev.domains--
+	p.dev.mu.Unlock()
+	return p.PD.Close()
 }
 
 func (c *adapterConn) Device() rdma.Device { return c.dev }
@@ -86,6 +124,9 @@ func (d *adapterDevice) Info() rdma.DeviceInfo {
 }
 
 func (d *adapterDevice) AllocPD() (rdma.PD, error) {
+	d.mu.Lock()
+	d.domains++
+	d.mu.Unlock()
 	pd, err := d.Device.AllocPD()
 	return &adapterPD{pd, d}, err
 }
@@ -205,6 +246,69 @@ func TestDeviceOutOfResources(t *testing.T) {
 	}
 }
 
+// A device that is being removed is given up when its last connection has ended, for the kernel waits for that; one
+// that comes in its place is used like any other.
+func TestDeviceRemoved(t *testing.T) {
+	for _, autonomous := range []bool{false, true} {
+		r := newRig(t, Config{Workers: 2}, memDevice(t, 1<<20))
+		a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = autonomous })
+		r.listenOn(a)
+		old := a.dev
+		s := r.attach(sessionOptions{queues: 2})
+		if old.openDomains() != 3 { // the admin worker's and two of I/O, or those of three connections
+			t.Fatalf("%d protection domains", old.openDomains())
+		}
+		// A queue that does not come about leaves nothing.
+		old.fail(errors.New("no more completion queues"))
+		if _, err := r.dial(0, dialOptions{}); err == nil {
+			t.Fatal("connected")
+		}
+		old.fail(nil)
+		a.mu.Lock()
+		a.dev = newAdapter(r.nic, old.change).dev
+		a.mu.Unlock()
+		close(old.removed)
+		// Others use what has come in its place, while the old connections stand.
+		s2 := r.attach(sessionOptions{queues: 1})
+		s2.io[0].ok(s2.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
+		s.io[0].ok(s.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
+		if old.openDomains() == 0 || a.dev.openDomains() == 0 {
+			t.Errorf("protection domains: %d on the old device, %d on the new one", old.openDomains(), a.dev.openDomains())
+		}
+		for _, q := range append(s.io, s.admin) {
+			q.close()
+		}
+		eventually(t, "the old device to be given up", func() bool { return old.openDomains() == 0 })
+		s2.io[0].ok(s2.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
+	}
+}
+
+// A listener that fails is asked again, and its failure told once; with it when it works again.
+func TestListenerThatFails(t *testing.T) {
+	var log lockedBuffer
+	r := newRig(t, Config{Workers: 1, Logger: slog.New(slog.NewTextHandler(&log, nil))}, memDevice(t, 1<<20))
+	a := newAdapter(r.nic, func(*rdma.DeviceInfo) {})
+	var asked atomic.Int32
+	a.breakAccept(&countedError{n: &asked, text: "the RDMA device was removed"})
+	r.listenOn(a)
+	eventually(t, "Accept to be called again and again", func() bool { return asked.Load() >= 4 })
+	if n := strings.Count(log.String(), "the RDMA device was removed"); n != 1 {
+		t.Errorf("told %d times:\n%s", n, log.String())
+	}
+	a.breakAccept(nil)
+	s := r.attach(sessionOptions{queues: 1})
+	s.io[0].ok(s.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
+	eventually(t, "the log to say that it works", func() bool { return strings.Contains(log.String(), "listening again") })
+}
+
+// countedError counts how often it was looked at.
+type countedError struct {
+	n    *atomic.Int32
+	text string
+}
+
+func (e *countedError) Error() string { e.n.Add(1); return e.text }
+
 // Hosts are offered queues that the device can do.
 func TestQueueDepthOfADevice(t *testing.T) {
 	r := newRig(t, Config{Workers: 1}, memDevice(t, 1<<20))
@@ -263,4 +367,22 @@ func TestTwoProvidersAtOneAddress(t *testing.T) {
 	if len(st.Listeners) != 1 || !slices.Equal(st.Listening, want) {
 		t.Errorf("%q, %+v", st.Listeners, st.Listening)
 	}
+}
+
+// lockedBuffer takes the log of several goroutines.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }

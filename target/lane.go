@@ -1,6 +1,7 @@
 package target
 
 import (
+	"errors"
 	"fmt"
 	"math/bits"
 	"slices"
@@ -90,6 +91,8 @@ type laneDevice struct {
 	pd      rdma.PD
 	mr      rdma.MR // the lane's pool
 	exposed bool
+
+	users int // its queues, and lane.devs; lane.mu
 }
 
 // exposes tells whether a device gives the keys of Read sinks away. On iWARP a Read Request names its sink by a
@@ -118,11 +121,12 @@ func newLane(t *Target, index, memory int, cfg worker.Config) (*lane, error) {
 	return l, nil
 }
 
-// device registers the lane's buffers with a device when it is used first.
+// device registers the lane's buffers with a device when it is used first. The caller has to leave it.
 func (l *lane) device(dev rdma.Device) (*laneDevice, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if d := l.devs[dev]; d != nil {
+		d.users++
 		return d, nil
 	}
 	info := dev.Info()
@@ -136,9 +140,46 @@ func (l *lane) device(dev rdma.Device) (*laneDevice, error) {
 			return nil, err
 		}
 	}
+	d.users = 2
 	l.devs[dev] = d
+	if gone := dev.Removed(); gone != nil {
+		go func() {
+			select {
+			case <-gone:
+				l.forget(d)
+			case <-l.t.closingCh:
+			}
+		}()
+	}
 	l.announce(d)
 	return d, nil
+}
+
+// leave is called by a queue that has closed everything on a device.
+func (l *lane) leave(d *laneDevice) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.leaveLocked(d)
+}
+
+func (l *lane) leaveLocked(d *laneDevice) {
+	if d.users--; d.users > 0 || d.exposed {
+		return
+	}
+	if err := errors.Join(d.mr.Deregister(), d.pd.Close()); err != nil {
+		l.t.log.Error("release the buffers of a device", "device", d.info.Name, "err", err)
+	}
+}
+
+// forget gives up a device that is being removed, when its last queue has gone: the kernel waits for that. Should the
+// device come back it is another one.
+func (l *lane) forget(d *laneDevice) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.devs[d.dev] == d {
+		delete(l.devs, d.dev)
+		l.leaveLocked(d)
+	}
 }
 
 // announce tells of a device that is used from now on, and of settings that it cuts.
@@ -201,11 +242,8 @@ func (l *lane) close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for dev, d := range l.devs {
-		if !d.exposed {
-			d.mr.Deregister()
-			d.pd.Close()
-		}
 		delete(l.devs, dev)
+		l.leaveLocked(d)
 	}
 	l.arena.Close()
 }

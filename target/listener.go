@@ -13,8 +13,12 @@ import (
 	"rdblk/rdma"
 )
 
-// acceptBackoff is how long a listener that fails waits before it tries again.
-const acceptBackoff = 100 * time.Millisecond
+// A listener that fails is asked again after acceptBackoff, then after twice as long, and so on up to
+// maxAcceptBackoff: its device may have been removed and come back, the process may get descriptors again.
+const (
+	acceptBackoff    = 100 * time.Millisecond
+	maxAcceptBackoff = 2 * time.Second
+)
 
 // maxRejecting bounds the goroutines that are busy telling somebody no; beyond it
 // connections are just closed.
@@ -65,21 +69,35 @@ func (t *Target) Listen(p rdma.Provider, addr netip.AddrPort) (netip.AddrPort, e
 
 func (ln *listener) serve() {
 	defer close(ln.done)
+	wait, told := acceptBackoff, map[string]bool{} // of one failure what was said already
 	for {
+		asked := ln.t.cfg.clock.Now()
 		conn, err := ln.l.Accept()
+		if errors.Is(err, rdma.ErrClosed) {
+			return
+		}
+		if err == nil || ln.t.cfg.clock.Now().Sub(asked) > maxAcceptBackoff {
+			// It worked, or waited at least.
+			if len(told) > 0 {
+				ln.t.log.Info("listening again", "addr", ln.addr, "provider", ln.provider)
+				clear(told)
+			}
+			wait = acceptBackoff
+		}
 		if err == nil {
 			ln.t.admit(ln, conn)
 			continue
 		}
-		if errors.Is(err, rdma.ErrClosed) {
-			return
+		if text := err.Error(); !told[text] && len(told) < 16 {
+			told[text] = true
+			ln.t.log.Warn("accept failed, it is tried again", "addr", ln.addr, "provider", ln.provider, "err", err)
 		}
-		ln.t.strangers.Log(slog.LevelWarn, "accept failed", slog.Any("addr", ln.addr), slog.Any("err", err))
 		select {
-		case <-time.After(acceptBackoff):
+		case <-time.After(wait):
 		case <-ln.t.closingCh:
 			return
 		}
+		wait = min(2*wait, maxAcceptBackoff)
 	}
 }
 

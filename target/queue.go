@@ -146,12 +146,14 @@ func newQueue(t *Target, ln *listener, l *lane, conn rdma.Conn, req *protocol.RD
 	q.maxSend = 2*q.depth + 8
 	if n := d.info.MaxQPWR; n > 0 {
 		if n < q.depth {
+			l.leave(d)
 			return nil, fmt.Errorf("%w: device %s takes %d receives per queue, the host wants %d", rdma.ErrNoResources, d.info.Name, n, q.depth)
 		}
 		q.maxSend = min(q.maxSend, n)
 	}
 	if n := d.info.MaxCQE; n > 0 {
 		if n < q.depth+2 {
+			l.leave(d)
 			return nil, fmt.Errorf("%w: device %s has completion queues of %d entries, a queue of depth %d needs more", rdma.ErrNoResources, d.info.Name, n, q.depth)
 		}
 		q.maxSend = min(q.maxSend, n-q.depth)
@@ -247,6 +249,7 @@ func (q *queue) unregister() {
 		q.pool.arena.Close()
 		q.lane.private.Add(-int64(q.pool.size))
 	}
+	q.lane.leave(q.dev)
 }
 
 // register maps and registers the queue's own memory and prepares its receives.

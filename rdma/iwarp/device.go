@@ -111,6 +111,9 @@ func (d *device) Info() rdma.DeviceInfo {
 	}
 }
 
+// Removed is nil: the software NIC is always there.
+func (d *device) Removed() <-chan struct{} { return nil }
+
 func (d *device) AllocPD() (rdma.PD, error) {
 	d.count(&d.pds, 1)
 	return &pd{dev: d}, nil

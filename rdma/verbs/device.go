@@ -263,6 +263,8 @@ func (d *device) iwarp() bool { return d.info.Transport == rdma.TransportIWARP }
 
 func (d *device) Info() rdma.DeviceInfo { return d.info }
 
+func (d *device) Removed() <-chan struct{} { return d.o.gone }
+
 func (d *device) Close() error {
 	if n := d.objects.Load(); n > 0 {
 		return &rdma.OpError{Op: "close device", Provider: providerName, Err: fmt.Errorf("%w: %d objects of %s are in use", rdma.ErrInvalid, n, d.info.Name)}

@@ -46,8 +46,9 @@
 // Each device's asynchronous events are read by a goroutine and acknowledged at once. One about a queue pair
 // ends its connection, one about a completion queue those of its queue pairs, a fatal one of the device all
 // of the device; a port that goes down or comes up is logged only, since transports try again. When a device is
-// removed (the connection manager and the kernel's announcements tell of that) its connections end, listeners on its
-// address return an error from Accept, and try to listen again at each later Accept, what is outstanding is flushed, and nothing new can be made on it. The kernel may wait with the removal until no
+// removed (the connection manager and the kernel's announcements tell of that) [rdma.Device.Removed] is closed, its
+// connections end, what is outstanding is flushed, and nothing new can be made on it. Listeners on its address return
+// an error from Accept, and try to listen again at each later Accept. The kernel may wait with the removal until no
 // process has the device open: it is let go when the last PD and CQ on it are closed. A device that comes
 // later is found by its address as usual.
 //

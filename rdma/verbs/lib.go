@@ -74,7 +74,8 @@ type opened struct {
 	guard   *C.struct_vb_cq
 	objects atomic.Int64 // PDs and CQs
 	removed atomic.Bool
-	let     bool // its descriptors are closed, and librdmacm may free it; reading
+	gone    chan struct{} // closed when removed is set
+	let     bool          // its descriptors are closed, and librdmacm may free it; reading
 }
 
 // errRemoved is the end of everything on a device that was removed.
@@ -225,7 +226,7 @@ func (l *library) open(ctx *C.struct_vb_context) (*opened, error) {
 	if err := unix.SetNonblock(int(ctx.async_fd), true); err != nil {
 		return nil, err
 	}
-	o := &opened{l: l, ctx: ctx, name: C.GoString(&ctx.device.name[0]), file: C.GoString(&ctx.device.dev_name[0])}
+	o := &opened{l: l, ctx: ctx, gone: make(chan struct{}), name: C.GoString(&ctx.device.name[0]), file: C.GoString(&ctx.device.dev_name[0])}
 	var err error
 	if o.events, err = l.watch(int(ctx.async_fd), o.name+" events", o.async); err != nil {
 		return nil, err
@@ -282,6 +283,7 @@ func (o *opened) remove() {
 	if o.removed.Swap(true) {
 		return
 	}
+	close(o.gone)
 	o.l.log(slog.LevelError, "RDMA device was removed", "device", o.name)
 	o.l.mu.Lock()
 	var conns []*conn

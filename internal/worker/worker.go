@@ -9,7 +9,9 @@
 // the core away between looks) for a short, adaptive time, and then sleeps in
 // epoll. An idle worker costs nothing. The time it is worth to keep looking is
 // learnt as the kernel's halt polling does: a sleep that ended soon grows it, a
-// long one shrinks it to nothing.
+// long one shrinks it to nothing. When the core stays away for long after it was given
+// away, others need it, and the worker sleeps for a while instead of looking: on a busy
+// machine who wakes up has his turn soon, who only yields has it last.
 //
 // Work that costs less in company can be put off: with Handle.Rest a source asks for a
 // pause of some microseconds, in which the core is another's, instead of that looking.
@@ -73,6 +75,8 @@ const (
 	defaultMaxPoll = 50 * time.Microsecond
 	minPoll        = 8 * time.Microsecond
 	maxRest        = 20 * time.Microsecond
+	crowdedYield   = time.Millisecond
+	crowdedTime    = 50 * time.Millisecond
 	directSources  = 4 // up to so many sources are polled directly while looking for work
 	busyLook       = 2 // while there is work, sources that did not ask for a turn are noticed every so many turns
 )
@@ -102,8 +106,11 @@ type Worker struct {
 	sources []*Handle
 	byFD    map[int32]*Handle
 	budget  time.Duration
-	rest    time.Duration // to pause before looking for work again, see Handle.Rest
-	events  [64]unix.EpollEvent
+	// The core was others' for long when it was given away: until then the worker sleeps
+	// instead of looking. Who wakes up has his turn before those that only yielded.
+	crowdedUntil time.Time
+	rest         time.Duration // to pause before looking for work again, see Handle.Rest
+	events       [64]unix.EpollEvent
 
 	polls, sleeps, wakeups, rests, budgetStat atomic.Uint64
 
@@ -357,8 +364,11 @@ func (w *Worker) run(started chan<- error) {
 		if idleSince.IsZero() {
 			idleSince = now
 		}
-		if w.cfg.Busy || now.Sub(idleSince) < w.budget {
+		if w.cfg.Busy || now.Sub(idleSince) < w.budget && now.After(w.crowdedUntil) {
 			w.look()
+			if d := time.Since(now); d > crowdedYield {
+				w.crowdedUntil = now.Add(d + crowdedTime)
+			}
 			continue
 		}
 		if !w.arm() {

@@ -333,6 +333,21 @@ func TestPinToUnknownCPUFails(t *testing.T) {
 	}
 }
 
+// A worker whose core others want sleeps instead of looking for work, whatever it has learnt.
+func TestCrowdedWorkerSleeps(t *testing.T) {
+	w, err := New(Config{MaxPoll: time.Hour})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	p := newPipe(t, w)
+	w.Call(func() { w.budget, w.crowdedUntil = time.Hour, time.Now().Add(time.Hour) })
+	eventually(t, "asleep", func() bool { return w.sleeping.Load() })
+	unix.Write(p.fds[1], []byte("x"))
+	eventually(t, "served", func() bool { return p.got.Load() == 1 })
+	p.close(w)
+}
+
 func TestLearn(t *testing.T) {
 	w := &Worker{cfg: Config{MaxPoll: 50 * time.Microsecond}}
 	for range 4 {

@@ -105,3 +105,90 @@ func TestSmallAdapter(t *testing.T) {
 		t.Errorf("%+v", st)
 	}
 }
+
+// hookLate is a NIC whose connections lose sight of the first message until more comes, as the kernel's siw at
+// the other end does now and then.
+type hookLate struct {
+	*iwarp.Provider
+	found atomic.Int64 // messages that came to light by an empty Write
+}
+
+type hookLateConn struct {
+	rdma.Conn
+	p *hookLate
+}
+
+type hookLateQP struct {
+	rdma.QP
+	p     *hookLate
+	first []rdma.SendWR
+	seen  bool
+}
+
+func (p *hookLate) Dial(ctx context.Context, local netip.Addr, remote netip.AddrPort) (rdma.Conn, error) {
+	c, err := p.Provider.Dial(ctx, local, remote)
+	if err != nil {
+		return nil, err
+	}
+	return &hookLateConn{c, p}, nil
+}
+
+func (c *hookLateConn) CreateQP(pd rdma.PD, cfg rdma.QPConfig) (rdma.QP, error) {
+	q, err := c.Conn.CreateQP(pd, cfg)
+	if err != nil {
+		return nil, err
+	}
+	return &hookLateQP{QP: q, p: c.p}, nil
+}
+
+func (q *hookLateQP) PostSend(wrs ...rdma.SendWR) (int, error) {
+	if q.seen {
+		return q.QP.PostSend(wrs...)
+	}
+	for i, wr := range wrs {
+		switch {
+		case wr.Op == rdma.OpBindMW: // sends nothing
+			if n, err := q.QP.PostSend(wrs[i : i+1]...); n == 0 {
+				return i, err
+			}
+			continue
+		case q.first == nil:
+			wr.SGL = append([]rdma.SGE(nil), wr.SGL...)
+			q.first = []rdma.SendWR{wr}
+			continue
+		}
+		if wr.Op == rdma.OpWrite && len(wr.SGL) == 0 {
+			q.p.found.Add(1)
+		}
+		q.seen = true
+		if _, err := q.QP.PostSend(q.first...); err != nil {
+			return i, err
+		}
+		n, err := q.QP.PostSend(wrs[i:]...)
+		return i + n, err
+	}
+	return len(wrs), nil
+}
+
+// A Connect that the other end's NIC did not notice is answered after all, on every queue.
+func TestConnectIsNotNoticed(t *testing.T) {
+	s := serve(t, target.Config{}, mem(t, 1<<20, blockdev.Options{}))
+	p := &hookLate{Provider: nic(t)}
+	cfg := s.config()
+	cfg.Provider = p
+	ss, err := initiator.Connect(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ss.Close(t.Context())
+	if n := p.found.Load(); n != 3 {
+		t.Errorf("an empty Write on %d connections, not on 3", n)
+	}
+	d, err := ss.Device(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.WriteAt(make([]byte, 512), 0, 0); err != nil {
+		t.Fatal(err)
+	}
+}

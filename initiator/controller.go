@@ -9,6 +9,7 @@ import (
 	"rdblk/internal/arena"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
+	"rdblk/rdma"
 )
 
 // Bounds of the admin side.
@@ -56,6 +57,11 @@ func connectQueue(ctx context.Context, l *lane, data *protocol.ConnectData, kato
 	}
 	k := &call{op: "Connect", out: out}
 	k.sqe.InitConnect(0, l.cfg.qid, l.sqsize(), uint32(kato/time.Millisecond), 0)
+	if l.info.Transport == rdma.TransportIWARP {
+		answered := make(chan struct{})
+		defer close(answered)
+		go l.nudge(answered)
+	}
 	if err := l.do(ctx, k); err != nil {
 		return 0, fmt.Errorf("queue %d: %w", l.cfg.qid, err)
 	}

@@ -27,6 +27,7 @@ const (
 	kindSend = iota
 	kindBind
 	kindInvalidate
+	kindNudge
 	kindBits = 2
 	kindMask = 1<<kindBits - 1
 )
@@ -746,6 +747,36 @@ func (l *lane) feed() {
 // hasRoom tells local whether a command can start now.
 func (l *lane) hasRoom() bool { return len(l.free) > 0 && !l.dead }
 
+// An RDMA Write of no bytes follows a Connect that has no answer after nudgeAfter, again after twice that time,
+// and so on. It is for the kernel's siw at the target's end, which sends its MPA Reply before it hooks the socket:
+// a first message that is faster than that stays in the socket, and is found only when more comes.
+// On iWARP nobody looks at the tag of such a Write (RFC 5040, "zero-length"), and no target sees it.
+const (
+	nudgeAfter = time.Second
+	maxNudges  = 3 // the send queue has room for that beside Connect, however long it takes
+)
+
+// nudge is the goroutine for that, until answered is closed.
+func (l *lane) nudge(answered <-chan struct{}) {
+	t := time.NewTimer(nudgeAfter)
+	defer t.Stop()
+	for i := range maxNudges {
+		select {
+		case <-answered:
+			return
+		case <-t.C:
+		}
+		t.Reset(nudgeAfter << (i + 1))
+		l.cfg.log.Info("no answer to Connect yet, an empty RDMA Write follows it: siw may not have noticed it", "qid", l.cfg.qid)
+		_ = l.w.Submit(worker.TaskFunc(func() {
+			if !l.dead {
+				l.first = append(l.first, rdma.SendWR{ID: kindNudge, Op: rdma.OpWrite, Flags: rdma.FlagSignaled, RKey: 1})
+				l.h.Kick()
+			}
+		}))
+	}
+}
+
 // complete deals with one work completion.
 func (l *lane) complete(wc *rdma.WC) {
 	if wc.Status != rdma.StatusSuccess {
@@ -784,6 +815,8 @@ func (l *lane) failure(wc *rdma.WC) error {
 		what = "Bind MW"
 	case wc.ID&kindMask == kindInvalidate:
 		what = "Local Invalidate"
+	case wc.ID&kindMask == kindNudge:
+		what = "RDMA Write"
 	}
 	return fmt.Errorf("%s failed: %s", what, wc.Status)
 }

@@ -383,6 +383,9 @@ func (s *Server) AttachDevice(l *DeviceLock, exportName string, o DeviceOptions)
 		k.cutAll("not attached")
 		if errors.Is(err, unix.EBUSY) {
 			err = fmt.Errorf("%w: %w", ErrDeviceInUse, err)
+		} else if k.took && errors.Is(err, unix.EINVAL) {
+			used := append(k.Users(), "the kernel")
+			err = fmt.Errorf("%w: it was disconnected under its users and is free when the last has gone: %s: %w", ErrDeviceInUse, strings.Join(used, ", "), err)
 		} else if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
 			err = fmt.Errorf("%w (it needs CAP_SYS_ADMIN: run it as root, or use --socket)", err)
 		}

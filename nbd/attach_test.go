@@ -335,6 +335,12 @@ func TestTakeOver(t *testing.T) {
 	if d := mustAttach(t, k, two, dir, "auto"); d.Path() != "/dev/nbd1" {
 		t.Errorf("auto gave %s", d.Path())
 	}
+	// What was detached by force stays bound for those who have it mounted, and takes no connections.
+	k.refuse, k.used = unix.EINVAL, []string{"mounted on /mnt/x"}
+	if _, err := attachTo(t, k, two, dir, "/dev/nbd0"); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "mounted on /mnt/x") {
+		t.Errorf("disconnected and still mounted: %v", err)
+	}
+	k.refuse, k.used = nil, nil
 	d := mustAttach(t, k, two, dir, "/dev/nbd0", func(o *DeviceOptions) { o.Sockets = 1 })
 	if l := k.asked(); !d.TookOver() || len(l[len(l)-1].sockets) != 3 {
 		t.Errorf("took over %v, asked %+v", d.TookOver(), l)

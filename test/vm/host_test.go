@@ -155,7 +155,6 @@ func judgeCommands(t *testing.T, dir, link string) {
 		"ver":    strconv.Itoa(int(protocol.Version1_4)),
 		"rtd3e":  "30000000", // a shutdown waits for a flush
 		"oaes":   "256",      // namespace attribute; no ANA
-		"lpa":    "6",        // effects, extended data; no SMART log per namespace
 		"elpe":   "63",
 		"maxcmd": "128", // MQES + 1; nvmet promises more than its queues have
 		"oncs":   strconv.Itoa(int(protocol.ONCSCompare | protocol.ONCSDatasetManagement | protocol.ONCSWriteZeroes | protocol.ONCSVerify)),
@@ -254,8 +253,10 @@ func judgeCommands(t *testing.T, dir, link string) {
 	}
 	extra := map[int]protocol.Effects{ // commands that nvmet does not have
 		int(protocol.OpCompare): protocol.EffectsSupported, int(protocol.OpVerify): protocol.EffectsSupported,
-		// Deallocating blocks changes what is read from them, which nvmet does not say.
+		// What changes the content of blocks, which nvmet of Linux 6.1 says of none.
+		int(protocol.OpWrite):             protocol.EffectsSupported | protocol.EffectsLBContent,
 		int(protocol.OpDatasetManagement): protocol.EffectsSupported | protocol.EffectsLBContent,
+		int(protocol.OpWriteZeroes):       protocol.EffectsSupported | protocol.EffectsLBContent,
 	}
 	for i := range ours.IO {
 		want, ok := extra[i]

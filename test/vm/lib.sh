@@ -147,13 +147,23 @@ nvme_disconnect() { timeout 60 nvme disconnect -n "$1"; ! nvme_ctrl "$1" || die 
 # fio_verify FILE|'' [KEY=VALUE...]: random writes with checksums, read back and checked. The defaults
 # fit a device of 128 MiB and emulation: 64 MiB, 4k-128k mixed, depth 16.
 fio_verify() {
-	local f=$1 a=()
+	local f=$1 a=() out=$VM_OUT/fio$VM_SUFFIX.$BASHPID.txt # several may run at a time
 	shift
 	[ $# -eq 0 ] || a=("${@/#/--}")
 	timeout 280 fio --name=verify ${f:+--filename="$f"} --rw=randwrite --bsrange=4k-128k --size=64m --iodepth=16 --ioengine=libaio --direct=1 \
-		--verify=crc32c --verify_fatal=1 --verify_dump=0 --verify_state_save=0 --randrepeat=0 --group_reporting --output="$VM_OUT/fio$VM_SUFFIX.txt" \
-		--output-format=normal ${a[@]+"${a[@]}"} || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
-	grep -q 'err= 0' "$VM_OUT/fio$VM_SUFFIX.txt" || { cat "$VM_OUT/fio$VM_SUFFIX.txt" >&2; die "fio verify on $f"; }
+		--verify=crc32c --verify_fatal=1 --verify_dump=0 --verify_state_save=0 --randrepeat=0 --group_reporting --output="$out" \
+		--output-format=normal ${a[@]+"${a[@]}"} || { cat "$out" >&2; die "fio verify on $f"; }
+	grep -q 'err= 0' "$out" || { cat "$out" >&2; die "fio verify on $f"; }
+}
+# fio_until FLAG FILE|'' [KEY=VALUE...]: fio_verify again and again, the last time when the file FLAG exists:
+# a load that lasts as long as what is done to it, on slow machines and on fast ones.
+fio_until() {
+	local flag=$1 over=
+	shift
+	until [ -n "$over" ]; do
+		[ ! -e "$flag" ] || over=1
+		fio_verify "$@"
+	done
 }
 # make_tree DIR [MB]: files of several sizes, links and an empty file, of random bytes.
 make_tree() {

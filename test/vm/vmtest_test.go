@@ -121,28 +121,13 @@ func TestRping(t *testing.T) {
 	interop(t, "rping.sh", "rdblk/rdma/examples/rping")
 }
 
-// The kernel's host attaches to rdtarget.
-func TestKernelHost(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	interop(t, "rdtarget.sh", "rdblk/cmd/rdtarget")
-}
-
-// rdtarget is killed and started again under the kernel host's load.
+// rdtarget is killed and started again under the load of the kernel's host and of rdinit, and the kernel's
+// target goes and comes under that of rdinit.
 func TestKernelHostRestart(t *testing.T) {
 	if testing.Short() {
 		t.Skip("boots a virtual machine")
 	}
 	interop(t, "restart.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
-}
-
-// rdinit attaches to the kernel's target.
-func TestKernelTarget(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	interop(t, "rdinit.sh", "rdblk/cmd/rdinit")
 }
 
 // Every kind of I/O, on the kernel's target; guest/nvmet-lib.sh says what the names stand for.

@@ -22,10 +22,9 @@ note "rdtarget idle with a host connected: $((t1 - t0)) ticks of CPU in 5 s"
 cell() { # DEV RW BS DEPTH -> IOPS mean-latency-us p99-us
 	fio --name=c --filename=$1 --rw=$2 --bs=$3 --iodepth=$4 --ioengine=libaio --direct=1 --time_based --runtime=$secs --ramp_time=1 --randrepeat=0 \
 		--output-format=json >/run/fio.json 2>/dev/null
-	python3 -c "
-import json,sys
-j=json.load(open('/run/fio.json'))['jobs'][0]; d=j['read'] if j['read']['total_ios'] else j['write']
-print('%8.0f IOPS %9.0f us mean %9.0f us p99' % (d['iops'], d['clat_ns']['mean']/1e3, d['clat_ns']['percentile']['99.000000']/1e3))"
+	# shellcheck disable=SC2046
+	printf '%8.0f IOPS %9.0f us mean %9.0f us p99' $(jq '.jobs[0] | if .read.total_ios > 0 then .read else .write end |
+		.iops, .clat_ns.mean / 1000, .clat_ns.percentile["99.000000"] / 1000' /run/fio.json)
 }
 for ((r = 0; r < rounds; r++)); do
 	for job in 'randread 4k 1' 'randread 4k 16' 'randwrite 4k 1' 'randwrite 4k 16' 'read 128k 4' 'write 128k 4'; do

@@ -2,8 +2,8 @@
 # The kernel's host comes and goes at rdtarget: connect and disconnect in rounds; with a number of resets, also
 # reset under load and the link down and up under load. Nothing hangs, data stays right, rdtarget holds nothing
 # more at the end than after two rounds.
-# Arguments: the rdtarget program, the link (see host-lib.sh), rounds of connect and disconnect (8), resets (0).
-rdtarget=$1 rounds=${3:-8} resets=${4:-0}
+# Arguments: the rdtarget program, the link (see host-lib.sh), rounds of connect and disconnect (5), resets (0).
+rdtarget=$1 rounds=${3:-5} resets=${4:-0}
 . "$VM_REPO/test/vm/guest/host-lib.sh"
 link "$2"
 on_exit
@@ -31,24 +31,24 @@ fi
 
 live() { wait_for 60 grep -q live /sys/class/nvme/$CTRL/state; }
 nvme_connect $ADDR $nqn --nr-io-queues=2 --keep-alive-tmo=2 --reconnect-delay=1 --ctrl-loss-tmo=120
-fio_verify $NVME size=24m rate=2m & load=$! # fio counts a rate of requests in the smallest of them
+rm -f /run/enough; fio_until /run/enough $NVME size=4m rate=,2m & load=$!
 for ((i = 0; i < resets; i++)); do
 	sleep 0.7
-	kill -0 $load || die "the load ended before reset $i"
+	kill -0 $load || die "the load has failed at reset $i"
 	timeout 60 nvme reset /dev/$CTRL
 	live
 done
-wait $load
+touch /run/enough; wait $load
 note "$resets resets under load, verify clean"
 
 lost() { # WHAT SECS DEV: it is down for so long, under load
-	fio_verify $NVME size=16m rate=2m & load=$!
+	rm -f /run/enough; fio_until /run/enough $NVME size=4m rate=,2m & load=$!
 	sleep 2
-	kill -0 $load || die "the load ended before the link"
+	kill -0 $load || die "the load has failed"
 	ip link set "$3" down
 	sleep "$2"
 	ip link set "$3" up
-	wait $load
+	touch /run/enough; wait $load
 	live
 	note "$1 down for $2 s under load, verify clean"
 }

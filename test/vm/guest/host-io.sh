@@ -6,7 +6,7 @@ rdtarget=$1
 . "$VM_REPO/test/vm/guest/host-lib.sh"
 link "$2"
 on_exit
-null_up nb0 256 512 discard 1 cache_size 16 # with a volatile write cache
+null_up nb0 320 512 discard 1 cache_size 16 # with a volatile write cache
 printf 'namespaces:\n  - {path: %s, direct: true}\n' $BLK >/run/c.yaml
 serve --allow-any-host --config /run/c.yaml
 nvme_connect $ADDR $nqn
@@ -57,6 +57,10 @@ make_tree /run/tree 4
 fs_check $NVME ext4
 [ "$(count flush)" -gt "$n" ] || die "a file system without a flush"
 note "ext4 done, $(($(count flush) - n)) flushes"
+if [ "$2" = soft ]; then
+	fs_check $NVME xfs
+	note "xfs done"
+fi
 nvme_disconnect $nqn
 stop
 kernel_clean

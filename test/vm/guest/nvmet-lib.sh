@@ -37,9 +37,9 @@ detach() {
 	[ $((SECONDS - start)) -le 12 ] || die "detach took $((SECONDS - start)) s"
 	wait $client || die "attach ended with $?"
 }
-# state EXPRESSION [N]: of the attachment's status, as Python sees it: s["size"].
-state() { "$rdinit" status -o json | python3 -c "import json,sys; s=json.load(sys.stdin)[${2:-0}]; print($1)"; }
-holds() { [ "$(state "$@")" = True ]; }
+# state EXPRESSION: jq's, of the first attachment's status: .size
+state() { "$rdinit" status -o json | jq -r ".[0] | $1"; }
+holds() { [ "$(state "$1")" = true ]; }
 # nbd_uri: what fio wants.
 nbd_uri="nbd+unix:///?socket=$sock"
 fio_nbd() { fio_verify '' ioengine=nbd "uri=$nbd_uri" direct=0 "$@"; }

@@ -21,19 +21,19 @@ nvmet_subsys $nqn
 nvmet_ns $nqn 1 $BLK
 nvmet_port 1 $ADDR 4420 $nqn
 attach --nqn $nqn --socket $sock
-fio_nbd size=4m rate_iops=20 bsrange=4k-32k & load=$!
+fio_until /run/enough '' ioengine=nbd "uri=$nbd_uri" direct=0 size=2m rate=,1m bsrange=4k-32k & load=$!
 for down in 1 12; do
 	sleep 3
 	kill -0 $load # still at work
 	ip -n host link set v1 down
 	sleep $down
-	[ $down -lt 10 ] || holds 's["state"]=="reconnecting" and s["last_error"]!=""'
+	[ $down -lt 10 ] || holds '.state == "reconnecting" and .last_error != null'
 	ip -n host link set v1 up
-	wait_for 60 holds 's["state"]=="live"'
-	note "down for $down s: $(state '"%d reconnects, %d attempts failed" % (s["reconnects"], s["failed_attempts"])')"
+	wait_for 60 holds '.state == "live"'
+	note "down for $down s: $(state '"\(.reconnects) reconnects, \(.failed_attempts) attempts failed"')"
 done
-wait $load
-holds 's["errors"]==0 and s["reconnects"]>=1 and s["failed_attempts"]<=20'
+touch /run/enough; wait $load
+holds '.errors == 0 and .reconnects >= 1 and .failed_attempts <= 20'
 detach $sock
 kernel_clean
 trap - EXIT

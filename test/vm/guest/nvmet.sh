@@ -7,7 +7,7 @@
 fabric_up
 modprobe nbd
 null_up nb0 256 512 discard 1 cache_size 64; one=$BLK
-null_up nb1 256 4096 discard 1; two=$BLK
+null_up nb1 320 4096 discard 1; two=$BLK # xfs wants 300 MiB
 nvmet_subsys $nqn
 nvmet_ns $nqn 1 $one
 nvmet_ns $nqn 2 $two
@@ -26,7 +26,7 @@ for p in 4420 4421 4422; do # nvmet tells of the port that is asked
 	grep "$ADDR *$p *$nqn" "$VM_OUT/discover.txt"
 done
 if "$rdinit" attach $ADDR --socket $sock >"$VM_OUT/two.txt" 2>&1; then die "attached one of two namespaces without being told which"; fi
-grep -q 'namespaces 1, 2: name one with --nsid' "$VM_OUT/two.txt" || { cat "$VM_OUT/two.txt"; die "the choice is not named"; }
+grep -q 'namespaces 1 (256 MiB), 2 (320 MiB): choose one with --nsid' "$VM_OUT/two.txt" || { cat "$VM_OUT/two.txt"; die "the choice is not named"; }
 # answers: how nvmet answers 16 reads, as a capture tells: Sends that begin a segment, with and without Invalidate.
 answers() {
 	capture_start lo "$VM_OUT/answers.pcap" tcp src port $1
@@ -44,7 +44,7 @@ note "discovery; two namespaces are named"
 # The first namespace, by socket, found by discovery.
 attach --nsid 1 --socket $sock
 grep "in_capsule=16384" "$SAID" | tail -1
-holds 's["state"]=="live" and s["block_size"]==512 and s["size"]==256<<20 and [n["nsid"] for n in s["namespaces"]]==[1,2]'
+holds ".state == \"live\" and .block_size == 512 and .size == $((256 << 20)) and [.namespaces[].nsid] == [1, 2]"
 fio_nbd size=8m
 fio_nbd bsrange=512-1m size=4m numjobs=2 offset_increment=64m fsync=4
 seen 'nvme_cmd_flush'
@@ -57,13 +57,10 @@ seen 'nsid=1.*nvme_cmd_dsm'
 seen 'nsid=1.*nvme_cmd_write,.*ctrl=0x4000' # FUA
 same() { # DISK OFFSET...: /run/data with 64 KiB of zeros at each offset
 	dd if=$1 of=/run/got bs=1M count=1 iflag=direct status=none # not what is cached of it
-	python3 - "$@" <<'PY' || die "what is on $1 is not what was written"
-import sys
-want = bytearray(open('/run/data', 'rb').read())
-for off in map(int, sys.argv[2:]):
-    want[off:off+65536] = bytes(65536)
-sys.exit(open('/run/got', 'rb').read() != want)
-PY
+	cp /run/data /run/want
+	local off
+	for off in "${@:2}"; do dd if=/dev/zero of=/run/want bs=64k count=1 seek="$off" oflag=seek_bytes conv=notrunc status=none; done
+	cmp /run/want /run/got || die "what is on $1 is not what was written"
 }
 same $one 65536 262144 524288
 if [ $FABRIC = iwarp ]; then
@@ -76,7 +73,7 @@ detach $sock
 # The second, of 4096-byte blocks, as block device: geometry, discard, write zeroes, FUA, and the bytes themselves.
 attach --nsid 2 --device auto --nqn $nqn
 [ -b $DEV ]
-[ "$(lsblk -bdno SIZE,LOG-SEC $DEV | tr -s ' ' | sed 's/^ //')" = "$((256 << 20)) 4096" ] || die "lsblk: $(lsblk -bdno SIZE,LOG-SEC $DEV)"
+[ "$(lsblk -bdno SIZE,LOG-SEC $DEV | tr -s ' ' | sed 's/^ //')" = "$((320 << 20)) 4096" ] || die "lsblk: $(lsblk -bdno SIZE,LOG-SEC $DEV)"
 q=/sys/block/${DEV#/dev/}/queue
 [ "$(cat $q/write_cache)" = "write back" ] && [ "$(cat $q/fua)" = 1 ]
 fio_verify $DEV bs=4k bsrange=4k-1m size=8m
@@ -101,6 +98,7 @@ fs_check $DEV ext4 & fs=$!
 fio_verify $other bs=4k bsrange=4k-64k size=4m offset=64m
 wait $fs
 detach $DEV
+if [ $FABRIC = iwarp ]; then fs_check $other xfs; fi
 client=$first
 detach $other
 note "both at a time"
@@ -121,6 +119,15 @@ fi
 detach $sock
 unset RDINIT_MEMORY_WINDOWS
 note "in-capsule data 0 and 4096, no windows"
+# The kernel as a client of the socket, by two connections, and the same bytes on the disk.
+attach --nsid 1 --nqn $nqn --socket $sock
+nbd-client -unix $sock /dev/nbd15 -C 2 >/dev/null
+[ "$(blockdev --getsize64 /dev/nbd15)" = $((256 << 20)) ]
+dd if=/run/data of=/dev/nbd15 bs=64k oflag=direct conv=fsync status=none
+nbd-client -d /dev/nbd15 >/dev/null
+same $one
+detach $sock
+note "nbd-client"
 kernel_clean
 trap - EXIT
 note done

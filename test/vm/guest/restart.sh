@@ -1,66 +1,59 @@
 #!/bin/bash
-# A target that dies and comes back under load is a pause: the kernel's host on rdtarget (killed
-# with SIGKILL), rdinit on rdtarget, rdinit on the kernel's target (whose port goes and comes).
+# A target that dies and comes back under load is a pause, three times at once: the kernel's host and rdinit on
+# rdtarget (killed with SIGKILL), rdinit on the kernel's target (whose subsystem leaves the port and comes back).
 # Arguments: the rdtarget and the rdinit program.
 . "$VM_REPO/test/vm/lib.sh"
 rdtarget=$1 rdinit=$2
 siw_up
-nqn=nqn.2026-11.io.rdblk:vm sock=/run/rdblk.sock
-truncate -s 256m /run/disk.img
+nqn=nqn.2026-11.io.rdblk:vm k=nqn.2026-11.io.rdblk:kernel
+truncate -s 64m /run/one.img /run/two.img
 serve() {
-	"$rdtarget" serve --provider iwarp --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >>"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
-	wait_for 30 sh -c "ss -tln | grep -q $SIW:4420"
+	: >"$VM_OUT/ready.txt"
+	"$rdtarget" serve --provider iwarp --listen $SIW:4420 --nqn $nqn --allow-any-host /run/one.img /run/two.img >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
+	wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/ready.txt"
 }
 trap 'tail -n 30 "$VM_OUT"/rdtarget.txt "$VM_OUT"/rdinit.txt; dmesg | tail -30' EXIT
 : >"$VM_OUT/rdinit.txt"
 serve
-nvme_connect $SIW $nqn -i 2 --reconnect-delay=1 --ctrl-loss-tmo=120
-fio_verify $NVME size=48m rate_iops=40 & load=$!
+null_up nb0 64
+nvmet_subsys $k
+nvmet_ns $k 1 $BLK
+nvmet_port 1 $SIW 4421 $k
+attach() { # SOCKET ADDRESS OPTION...: its process into $client
+	"$rdinit" attach "$2" --provider iwarp --socket "$1" --queues 1 "${@:3}" >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
+	wait_for 30 test -S "$1"
+}
+load() { fio_until /run/enough "$1" size=4m rate=,1m "${@:2}" & loads+=($!); }
+loads=()
+nvme_connect $SIW $nqn -i 1 --reconnect-delay=1 --ctrl-loss-tmo=120
+load $NVME
+attach /run/ours.sock $SIW:4420 --nqn $nqn --nsid 2; ours=$client
+load '' ioengine=nbd "uri=nbd+unix:///?socket=/run/ours.sock" direct=0
+attach /run/kernels.sock $SIW:4421 --nqn $k; kernels=$client
+load '' ioengine=nbd "uri=nbd+unix:///?socket=/run/kernels.sock" direct=0
+again() { [ "$("$rdinit" status "$1" -o json | jq '.[0] | .state == "live" and .reconnects == '"$2"' and .errors == 0')" = true ]; }
+note "three at work"
 for i in 1 2; do
-	sleep 5
-	kill -0 $load # still at work
+	sleep 3
+	for l in "${loads[@]}"; do kill -0 $l || die "a load has failed"; done
 	kill -9 $server; wait $server || true
-	note "rdtarget killed"
+	nvmet_unlink 1 $k
 	sleep 2
 	serve
+	ln -s $NVMET/subsystems/$k $NVMET/ports/1/subsystems/
 	wait_for 60 grep -q live /sys/class/nvme/$CTRL/state
+	wait_for 60 again /run/ours.sock $i
+	wait_for 60 again /run/kernels.sock $i
 	note "connected again"
 done
-wait $load
-note "kernel host on rdtarget: verify clean after 2 restarts"
+touch /run/enough
+for l in "${loads[@]}"; do wait $l; done
+again /run/ours.sock 2
+again /run/kernels.sock 2
+note "verify clean, no error"
 nvme_disconnect $nqn
-
-attach() {
-	"$rdinit" attach $SIW:4420 --provider iwarp --socket $sock --queues 2 --nqn $nqn >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
-	wait_for 30 test -S $sock
-}
-detach() { kill $client; wait $client; }
-attach
-fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 size=48m rate_iops=40 & load=$!
-sleep 5
-kill -0 $load
-kill -9 $server; wait $server || true
-sleep 2
-serve
-wait $load
-note "rdinit on rdtarget: verify clean after a restart"
-detach
-kill $server; wait $server
-
-null_up nb0 256
-nvmet_subsys $nqn
-nvmet_ns $nqn 1 $BLK
-nvmet_port 1 $SIW 4420 $nqn
-attach
-fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 size=48m rate_iops=40 & load=$!
-sleep 5
-kill -0 $load
-nvmet_unlink 1 $nqn
-note "the kernel's port is gone"
-sleep 2
-ln -s $NVMET/subsystems/$nqn $NVMET/ports/1/subsystems/
-wait $load
-note "rdinit on the kernel's target: verify clean after the port came back"
-detach
+for p in $ours $kernels; do kill $p; wait $p || die "rdinit ended with $?"; done
+kill $server; wait $server || die "rdtarget ended with $?"
+kernel_clean
 trap - EXIT
 note done

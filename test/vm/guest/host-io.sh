@@ -48,12 +48,12 @@ for op in write read; do
 	n=$(($(count $op) - n)) b=$(($(bytes $op) - b))
 	[ $n = $commands ] && [ $b = $((16 << 20)) ] || die "16 MiB by $op of 1 MiB were $n commands, $b bytes"
 done
-fio_verify $NVME bs=1m bsrange=1m-1m size=24m iodepth=8
-fio_verify $NVME bsrange=4m-4m size=24m iodepth=4 offset=64m
-fio_verify $NVME bsrange=512-64k size=8m offset=128m
+fio_verify $NVME bs=1m bsrange=1m-1m size=16m iodepth=8
+fio_verify $NVME bsrange=4m-4m size=16m iodepth=4 offset=64m
+fio_verify $NVME bsrange=512-64k size=4m offset=128m
 note "fio verify 1M, 4M (several commands each) and 512-64k done"
 n=$(count flush)
-make_tree /run/tree 4
+make_tree /run/tree 2
 fs_check $NVME ext4
 [ "$(count flush)" -gt "$n" ] || die "a file system without a flush"
 note "ext4 done, $(($(count flush) - n)) flushes"

@@ -35,16 +35,24 @@ stop() { kill $server; wait $server || die "rdtarget ended with $?"; }
 # on_exit: what a failed script leaves to read.
 on_exit() { trap 'r=$?; [ $r = 0 ] || { echo "--- rdtarget said:"; tail -n 40 "$VM_OUT/rdtarget.txt"; echo "--- the kernel said:"; dmesg | tail -n 30; }' EXIT; }
 
+# get PATH: rdtarget's answer, header and all; in emulation curl takes a second to start.
+get() {
+	local c
+	exec {c}<>"/dev/tcp/${HTTP/://}"
+	printf 'GET %s HTTP/1.0\r\n\r\n' "$1" >&$c
+	cat <&$c
+	exec {c}>&-
+}
 # metric NAME{LABELS}: its value at rdtarget.
-metric() { curl -sf http://$HTTP/metrics | awk -v m="$1" '$1 == m {printf "%d\n", $2; found = 1} END {exit !found}'; }
+metric() { get /metrics | awk -v m="$1" '$1 == m {printf "%d\n", $2; found = 1} END {exit !found}'; }
 # objects: what rdtarget holds, one figure a line, to be compared later.
 objects() {
 	local p
-	p=$(curl -sf "http://$HTTP/debug/pprof/goroutine?debug=1" | sed -n '1s/.*total //p')
+	p=$(get "/debug/pprof/goroutine?debug=1" | sed -n 's/^goroutine profile: .*total //p')
 	# The request itself has a connection and its goroutines; both samples have them.
 	echo "goroutines $p"
 	echo "descriptors $(find /proc/$server/fd -mindepth 1 -printf '%l\n' 2>/dev/null | sed 's/[0-9]*//g' | sort | uniq -c | tr -s ' \n' ' ,')"
-	curl -sf http://$HTTP/metrics | grep -E '^rdtarget_(rdma_objects|connections |controllers|worker_queues|worker_buffer_in_use_bytes|connections_pending)'
+	get /metrics | grep -E '^rdtarget_(rdma_objects|connections |controllers|worker_queues|worker_buffer_in_use_bytes|connections_pending)'
 }
 # settled FILE: objects says again what is in FILE.
 settled() { objects >"$VM_OUT/objects.txt" && diff "$1" "$VM_OUT/objects.txt" >"$VM_OUT/objects.diff"; }

@@ -57,8 +57,8 @@ refused feature-3.txt nvme get-feature $c -f 3
 note "asked"
 
 # Commands with an effect, and the effect in the file behind.
-before() { for op in read write flush write_zeroes discard compare; do echo "$op $(metric "rdtarget_operations_total{nsid=\"1\",op=\"$op\"}")"; done; }
-before >"$VM_OUT/ops-before.txt"
+counts() { get /metrics | sed -n 's/^rdtarget_operations_total{nsid="1",op="\([a-z_]*\)"}/\1/p'; }
+counts >"$VM_OUT/ops-before.txt"
 dd if=/run/data of=$NVME bs=1M count=1 oflag=direct status=none
 cmp -n 1048576 /run/data /run/disk.img
 ask flush.txt nvme flush $NVME -n 1
@@ -74,7 +74,7 @@ ask dsm.txt nvme dsm $NVME -n 1 -d -s 1024 -b 512
 [ "$(stat -c %b /run/disk.img)" -le $((blocks - 512)) ] || die "the deallocated blocks are still there: $blocks, $(stat -c %b /run/disk.img)"
 cmp -n 262144 -i 524288:0 /run/disk.img /dev/zero
 refused beyond.txt nvme read $NVME -s 262144 -c 0 -z 512
-before >"$VM_OUT/ops-after.txt"
+counts >"$VM_OUT/ops-after.txt"
 ask error-after.json nvme error-log $c -e 4 -o json
 note "commands done"
 

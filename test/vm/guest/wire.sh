@@ -23,24 +23,29 @@ else
 	: >"$VM_OUT/rdinit.txt"
 	vm_wait ready 120
 	ping -c 1 10.99.0.1 >/dev/null 2>&1 || true
-	capture_start eth0 "$VM_OUT/start.pcap" -c 400 tcp portrange 4420-4421
+	capture_start eth0 "$VM_OUT/start.pcap" -c 1000 tcp portrange 4420-4421
 	nvme_connect 10.99.0.1 $ours -i 2
-	fio_verify $NVME
-	fio_verify $NVME bsrange=512-1m size=24m
+	fio_verify $NVME size=16m
+	fio_verify $NVME bsrange=512-1m size=8m
 	nvme_disconnect $ours
 	wait $CAPTURE || true
 	note "kernel host on rdtarget: verify clean"
-	capture_start eth0 "$VM_OUT/start2.pcap" -c 400 tcp portrange 4420-4421
+	capture_start eth0 "$VM_OUT/start2.pcap" -c 1000 tcp portrange 4420-4421
 	"$rdinit" attach 10.99.0.1:4421 --provider iwarp --socket $sock --queues 2 --nqn $kernel >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
 	wait_for 60 test -S $sock
-	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0
-	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 bsrange=512-1m size=24m
+	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 size=16m
+	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 bsrange=512-1m size=8m
 	kill $client; wait $client
 	wait $CAPTURE || true
 	note "rdinit on the kernel's target: verify clean"
-	# Both streams ran with CRC: flag C in the MPA frames.
+	# All streams ran with CRC: flag C in each "MPA ID Rep Frame".
+	p='tcp[12] >> 2 & 0x3c'
+	reply="tcp[($p) : 4] = 0x4d504120 and tcp[($p) + 7 : 4] = 0x52657020"
+	replies() { tcpdump -nr "$VM_OUT/$1.pcap" "$2" 2>/dev/null | wc -l; }
 	for f in start start2; do
-		tcpdump -nr "$VM_OUT/$f.pcap" -X 2>/dev/null | grep -A3 'MPA.ID.Rep' | head -4
+		n=$(replies $f "$reply") crc=$(replies $f "$reply and tcp[($p) + 16] & 0x40 != 0")
+		note "$f: $crc of $n connections with CRC"
+		[ $n -ge 3 ] && [ $crc = $n ] || die "a stream without CRC"
 	done
 	trap - EXIT
 	vm_signal verified

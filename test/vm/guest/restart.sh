@@ -23,7 +23,7 @@ attach() { # SOCKET ADDRESS OPTION...: its process into $client
 	"$rdinit" attach "$2" --provider iwarp --socket "$1" --queues 1 "${@:3}" >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
 	wait_for 30 test -S "$1"
 }
-load() { fio_until /run/enough "$1" size=4m rate=,1m "${@:2}" & loads+=($!); }
+load() { fio_until /run/enough "$1" size=2m rate=,1m "${@:2}" & loads+=($!); }
 loads=()
 nvme_connect $SIW $nqn -i 1 --reconnect-delay=1 --ctrl-loss-tmo=120
 load $NVME

@@ -308,6 +308,16 @@ func TestVerbsEndToEnd(t *testing.T) {
 	}
 }
 
+// The device of both programs is removed under load, and comes back.
+func TestVerbsDeviceRemoved(t *testing.T) {
+	if testing.Short() {
+		t.Skip("boots a virtual machine")
+	}
+	target, attach := Build(t, "rdblk/cmd/rdtarget"), Build(t, "rdblk/cmd/rdinit")
+	Run(t, Config{Program: filepath.Join(Dir(), "guest", "verbs-removal.sh"), Args: []string{target, attach},
+		Show: []string{filepath.Dir(target), filepath.Dir(attach)}, Timeout: 6 * time.Minute})
+}
+
 // Two machines on a wire: CRC in use, small segments, both directions.
 func TestWire(t *testing.T) {
 	if testing.Short() {

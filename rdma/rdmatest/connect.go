@@ -67,7 +67,7 @@ func testPrivateData(s *Suite) {
 		}
 	}
 	for n := 0; n <= max; n++ {
-		if testing.Short() && n > 8 && n < max-8 && n%5 != 0 {
+		if testing.Short() && n > 8 && n < max-8 && n%25 != 0 {
 			continue
 		}
 		req, rep := data[:n], data[max-n:max]
@@ -128,7 +128,7 @@ func (s *Suite) reject(a *Side, req, rep []byte, same func(string, []byte, []byt
 func testReject(s *Suite) {
 	a := NewSide(s.T, "active", deviceOf(s), 64, 4096)
 	s.T.Cleanup(func() { a.Close(s.T) })
-	for range 50 {
+	for range rounds(50, 15) {
 		s.reject(a, []byte("let me in"), []byte("no"), func(what string, got, want []byte) {
 			if !bytes.HasPrefix(got, want) {
 				s.T.Errorf("%s: %q", what, got)

@@ -359,7 +359,7 @@ func testRandomTraffic(s *Suite) {
 	p.A.Post(t, rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled}) // lets B speak
 	p.WaitOK(p.B, 1)
 	p.WaitOK(p.A, 1)
-	for round := range rounds(120, 30) {
+	for round := range rounds(120, 20) {
 		type check struct {
 			what     string
 			got, exp []byte

@@ -104,7 +104,7 @@ func testDisconnectFlushes(s *Suite) {
 // testDisconnectDelivers: what had completed before an orderly end arrives.
 func testDisconnectDelivers(s *Suite) {
 	t := s.T
-	for range 20 {
+	for range rounds(20, 8) {
 		p := s.Connect(nil, nil, PairConfig{}, nil, func(e *End) {
 			for i := range 10 {
 				e.PostRecv(t, uint64(i), i*20000, 20000)
@@ -126,7 +126,7 @@ func testDisconnectDelivers(s *Suite) {
 // Disconnect from elsewhere, and of one by the peer.
 func testDisconnectWakes(s *Suite) {
 	t := s.T
-	for round := range 20 {
+	for round := range rounds(20, 8) {
 		p := s.Connect(nil, nil, PairConfig{}, func(e *End) { e.PostRecv(t, 1, 0, 64) }, func(e *End) { e.PostRecv(t, 1, 0, 64) })
 		p.Settle()
 		for _, e := range []*End{p.A, p.B} {
@@ -158,7 +158,7 @@ func testCloseDrops(s *Suite) {
 	a, b := NewSide(t, "active", dev, 4096, 4<<20), NewSide(t, "passive", dev, 4096, 4<<20)
 	t.Cleanup(func() { a.Close(t); b.Close(t) })
 	witness := s.Connect(a, b, PairConfig{}, nil, nil)
-	for round := range rounds(30, 12) {
+	for round := range rounds(30, 9) {
 		p := s.Connect(a, b, PairConfig{}, func(e *End) {
 			for i := range 8 {
 				e.PostRecv(t, uint64(i), i*4096, 4096)
@@ -292,7 +292,7 @@ func testBetweenPollAndArm(s *Suite) {
 		p.WaitOK(p.A, 1)
 		p.B.PostRecv(t, 1, 0, 16)
 	}
-	for range 20 {
+	for range rounds(20, 8) {
 		p.Settle()
 		send() // between Poll and Arm
 		expect("message between Poll and Arm")
@@ -374,7 +374,7 @@ func sleeper(t testing.TB, s *Side, stop *atomic.Bool, step func(wc []rdma.WC) b
 // messages and large Reads going.
 func testSleepingOwners(s *Suite) {
 	t := s.T
-	most := rounds(2000, 500)
+	most := rounds(2000, 300)
 	p := s.Connect(nil, nil, PairConfig{MemSize: 2 << 20, QP: rdma.QPConfig{MaxSend: 8, MaxRecv: 8}}, func(e *End) { e.PostRecv(t, 1, 0, 64) }, func(e *End) { e.PostRecv(t, 1, 0, 64) })
 	var stop atomic.Bool
 	end := func(e, other *End, first bool) func() {
@@ -435,7 +435,8 @@ func testSleepingOwners(s *Suite) {
 // register memory and connect, all on one device. For the race detector.
 func testManyOwners(s *Suite) {
 	t := s.T
-	const owners, most = 3, 300
+	const owners = 3
+	most := int64(rounds(300, 100))
 	var wg sync.WaitGroup
 	var stop atomic.Bool
 	dev := deviceOf(s)
@@ -590,7 +591,7 @@ func testPeerNeverPolls(s *Suite) {
 // testRounds connects and disconnects again and again.
 func testRounds(s *Suite) {
 	t := s.T
-	most := rounds(1000, 100)
+	most := rounds(1000, 40)
 	dev := deviceOf(s)
 	a, b := NewSide(t, "active", dev, 64, 4096), NewSide(t, "passive", dev, 64, 4096)
 	t.Cleanup(func() { a.Close(t); b.Close(t) })

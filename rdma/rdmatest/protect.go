@@ -438,7 +438,7 @@ func testDeregister(s *Suite) {
 	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
 	t.Cleanup(func() { a.Close(t); b.Close(t) })
 	const n = 256 << 10
-	for round := range rounds(30, 10) {
+	for round := range rounds(30, 6) {
 		mem, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 		if err != nil {
 			t.Fatal(err)

@@ -352,7 +352,7 @@ func TestRoundsLeaveNothing(t *testing.T) {
 	dev := here(t, p, s.Addr).Name
 	rounds := 1000
 	if testing.Short() {
-		rounds = 150
+		rounds = 60
 	}
 	pair := s.Connect(nil, nil, rdmatest.PairConfig{}, nil, nil) // what stays open all the time
 	a, b := pair.A.Side, pair.B.Side

@@ -911,8 +911,18 @@ func TestDeviceByAddress(t *testing.T) {
 		own.Close()
 		// The kernel's own table says what the address was resolved to: RoCE v2 with this address.
 		if want.Transport == rdma.TransportIB {
-			gids := run(t, "sh", "-c", "for f in /sys/class/infiniband/"+want.Name+"/ports/1/gids/*; do n=${f##*/}; echo $(cat $f) $(cat ${f%/*}/../gid_attrs/types/$n 2>/dev/null); done")
-			t.Logf("GIDs of %s:\n%s", want.Name, gids)
+			port, found := "/sys/class/infiniband/"+want.Name+"/ports/1/", false
+			for i := 0; !found; i++ {
+				b, err := os.ReadFile(fmt.Sprintf("%sgids/%d", port, i))
+				if err != nil {
+					t.Errorf("no GID of %s is %v with RoCE v2: %v", want.Name, a, err)
+					break
+				}
+				if gid, err := netip.ParseAddr(strings.TrimSpace(string(b))); err == nil && gid.Unmap() == a {
+					kind, _ := os.ReadFile(fmt.Sprintf("%sgid_attrs/types/%d", port, i))
+					found = strings.TrimSpace(string(kind)) == "RoCE v2"
+				}
+			}
 		}
 	}
 	if len(seen) != 2 {

@@ -34,6 +34,7 @@ func WithAddr(a netip.Addr) Option { return func(o *options) { o.addr = a } }
 //	RemoteKeysRead/ATTEMPT        one of its attempts ("RemoteKeysRead/right missing")
 //	RemoteKeysRead/status         a refused Read may come back flushed
 //	SendInvalidateForeign/TARGET  one of what a peer must not invalidate ("SendInvalidateForeign/registered memory")
+//	RandomTraffic/both ways       one side reads only
 //	Depths/lowered                Accept may serve more Reads than it was told to, up to what was asked for
 //	EndReasons                    a connection that ends because of a fault may end like an orderly one; all else
 //	                              about it is still tested

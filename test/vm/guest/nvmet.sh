@@ -92,6 +92,7 @@ same $two 65536 524288
 note "/dev/nbdN, blocks of 4096: verify, direct, FUA, discard, zeroing, same bytes on the kernel's disk"
 # The first beside it: two attachments of one subsystem, one file system each.
 other=$DEV first=$client
+make_tree /run/tree 2
 attach --nsid 1 --device auto --nqn $nqn
 [ $DEV != $other ]
 fs_check $DEV ext4 & fs=$!

@@ -96,7 +96,7 @@ make_tree /run/tree 2
 attach --nsid 1 --device auto --nqn $nqn
 [ $DEV != $other ]
 fs_check $DEV ext4 & fs=$!
-fio_verify $other bs=4k bsrange=4k-64k size=4m offset=64m
+fio_verify $other bs=4k bsrange=4k-64k size=2m offset=64m
 wait $fs
 detach $DEV
 if [ $FABRIC = iwarp ]; then fs_check $other xfs; fi
@@ -107,12 +107,12 @@ note "both at a time"
 # No data in capsules; then 4096 bytes, and keys of whole regions instead of windows.
 attach -p 4421 --nsid 1 --nqn $nqn --socket $sock
 grep 'msg=connected' "$SAID" | tail -1 | grep -q in_capsule=0
-fio_nbd bsrange=512-64k size=4m
+fio_nbd bsrange=512-64k size=2m
 detach $sock
 export RDINIT_MEMORY_WINDOWS=false
 attach -p 4422 --nsid 1 --nqn $nqn --socket $sock
 grep 'msg=connected' "$SAID" | tail -1 | grep -q 'windows=false in_capsule=4096'
-fio_nbd bsrange=512-256k size=4m
+fio_nbd bsrange=512-256k size=2m
 if [ $FABRIC = iwarp ]; then
 	answers 4422
 	[ $inv = 0 ] && [ $plain -ge 16 ] || die "keys are invalidated that are not to be"

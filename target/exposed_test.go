@@ -251,7 +251,7 @@ func TestDeviceOutOfResources(t *testing.T) {
 func TestDeviceRemoved(t *testing.T) {
 	for _, autonomous := range []bool{false, true} {
 		r := newRig(t, Config{Workers: 2}, memDevice(t, 1<<20))
-		a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous = autonomous })
+		a := newAdapter(r.nic, func(i *rdma.DeviceInfo) { i.Autonomous, i.MaxQPWR = autonomous, 100 })
 		r.listenOn(a)
 		old := a.dev
 		s := r.attach(sessionOptions{queues: 2})
@@ -259,6 +259,9 @@ func TestDeviceRemoved(t *testing.T) {
 			t.Fatalf("%d protection domains", old.openDomains())
 		}
 		// A queue that does not come about leaves nothing.
+		if _, err := r.dial(0, dialOptions{depth: 101}); err == nil {
+			t.Fatal("connected with a queue that the device has no room for")
+		}
 		old.fail(errors.New("no more completion queues"))
 		if _, err := r.dial(0, dialOptions{}); err == nil {
 			t.Fatal("connected")

@@ -28,7 +28,7 @@ geometry $((512 << 20)) 512
 
 # A source tree: copied, unmounted, checked, attached again, equal.
 mkdir -p /run/src /mnt/t
-tar -C "$VM_REPO" -cf - cmd nbd protocol docs test/vm | tar -C /run/src -xf -
+tar -C "$VM_REPO" -cf - cmd/rdinit nbd docs | tar -C /run/src -xf -
 mkfs.ext4 -q -F $DEV
 mount $DEV /mnt/t
 cp -a /run/src /mnt/t/
@@ -41,18 +41,18 @@ diff -r --no-dereference /run/src /mnt/t/src || die "the tree differs"
 umount /mnt/t
 note "ext4: $(find /run/src -type f | wc -l) files copied, clean, equal after another attach"
 
-fio_verify $DEV bsrange=4k-1m numjobs=4 iodepth=32 size=16m offset_increment=64m
-fio_verify $DEV bsrange=4k-1m iodepth=32 size=8m ioengine=io_uring
+fio_verify $DEV bsrange=4k-1m numjobs=4 iodepth=32 size=8m offset_increment=64m
+fio_verify $DEV bsrange=4k-1m iodepth=32 size=4m ioengine=io_uring
 note "fio verify, 4 jobs, depth 32, 4k-1m; io_uring"
 
 mkfs.ext4 -q -F -E nodiscard $DEV
 mount $DEV /mnt/t
-fio_verify /mnt/t/fio size=16m rate_iops=60 bsrange=4k-64k iodepth=8 & load=$! # 8 s at least
+fio_verify /mnt/t/fio size=2m bsrange=16k-16k rate_iops=200,16 iodepth=8 & load=$! # writes for 8 s
 sleep 4
 kill -0 $load || die "fio was done too early"
 kill -9 $server; wait $server || true
 note "rdtarget killed under fio"
-sleep 4
+sleep 2
 before=$(awk '{print $5}' /sys/block/nbd0/stat)
 sleep 1
 [ "$before" = "$(awk '{print $5}' /sys/block/nbd0/stat)" ] || die "I/O without a target"
@@ -80,7 +80,7 @@ for at in "16 pattern" "17 zero" "18 zero" "19 pattern"; do
 	[ "$(dd if=$DEV bs=1M skip=$mb count=1 iflag=direct status=none | sha256sum)" = "$want" ] || die "MiB $mb is not $what"
 done
 blkdiscard -f $DEV
-[ "$(dd if=$DEV bs=1M count=64 iflag=direct status=none | tr -d '\0' | wc -c)" = 0 ] || die "not zero after blkdiscard"
+[ "$(dd if=$DEV bs=1M count=32 iflag=direct status=none | tr -d '\0' | wc -c)" = 0 ] || die "not zero after blkdiscard"
 [ "$(du -m /run/disk.img | cut -f1)" -lt 16 ] || die "the file has kept its blocks: $(du -m /run/disk.img)"
 note "blkdiscard: part, zeroes, whole"
 detach
@@ -88,7 +88,7 @@ detach
 attach --nsid 2 --device auto --queues 2
 geometry $((128 << 20)) 4096
 fs_check $DEV ext4 /run/src
-fio_verify $DEV size=8m
+fio_verify $DEV size=4m
 mkdir /run/bin; ln -s "$rdtarget" "$rdinit" /run/bin/
 BIN=/run/bin RUNTIME=2 "$VM_REPO/test/fio/run" $DEV randread-4k-d32 | tee "$VM_OUT/fio-run.txt"
 grep -q "provider $by.*; back end /run/disk4k.img; queues 2 of depth .* fio-.*, Linux .*, rdinit .*, rdtarget " "$VM_OUT/fio-run.txt" || die "what it was measured on is not told"

@@ -5,7 +5,14 @@
 rdtarget=$1 rdinit=$2
 nqn=nqn.2026-11.io.rdblk:vm Q=/sys/block/nbd0/queue
 : >"$VM_OUT/rdinit.txt"; : >"$VM_OUT/rdtarget.txt"
-trap 'echo "--- rdtarget, rdinit said:"; tail -n 20 "$VM_OUT/rdtarget.txt"; tail -n 40 "$VM_OUT/rdinit.txt"; dmesg | tail -30' EXIT
+# After a failure: what both say, with the stacks of all goroutines.
+said() {
+	"$rdinit" status 2>&1 || true
+	"$rdtarget" status 2>&1 || true
+	kill -QUIT ${client:-} ${server:-} 2>/dev/null && sleep 2
+	echo "--- rdtarget, rdinit said:"; tail -n 200 "$VM_OUT/rdtarget.txt"; tail -n 200 "$VM_OUT/rdinit.txt"; dmesg | tail -30
+}
+trap said EXIT
 case ${PROVIDER:=iwarp} in
 iwarp) ADDR=127.0.0.1 by=iwarp ;;
 rxe) rxe_up; ADDR=$RXE by=verbs ;;
@@ -41,4 +48,7 @@ not_stuck() {
 	stuck=$(ps axo stat=,pid=,comm= | grep '^D' | grep -v kworker || true)
 	[ -z "$stuck" ] || die "in uninterruptible sleep: $stuck"
 }
-nbd_clean() { not_stuck; kernel_clean; }
+nbd_clean() {
+	not_stuck; kernel_clean
+	if grep 'has no answer after' "$VM_OUT/rdinit.txt"; then die "a request has hung"; fi
+}

@@ -1,13 +1,12 @@
 #!/bin/bash
-# rdinit attaches /dev/nbdN itself (software provider, rdtarget on loopback): geometry, flags, partitions,
-# file system, fio verify, discard, growth, devices in use, detach, and 20 times all over.
+# rdinit attaches /dev/nbdN itself: geometry, flags, partitions, growth, devices in use, detach and detach by
+# force, ioctl. (What is done with the device then: nbd-fs.sh.)
 # Arguments: the rdtarget and the rdinit program.
 . "$VM_REPO/test/vm/lib.sh"
 . "$VM_REPO/test/vm/guest/nbd-lib.sh"
-rounds=${ROUNDS:-20}
-if "$rdinit" attach 127.0.0.1:4420 --device auto >"$VM_OUT/nomodule.txt" 2>&1; then die "attached without the module"; fi
+if "$rdinit" attach $ADDR:4420 --device auto >"$VM_OUT/nomodule.txt" 2>&1; then die "attached without the module"; fi
 grep -q 'modprobe nbd' "$VM_OUT/nomodule.txt" || { cat "$VM_OUT/nomodule.txt"; die "no hint at modprobe nbd"; }
-modprobe nbd
+modprobe nbd nbds_max=4
 serve 512m
 
 attach --device auto --queues 2
@@ -25,26 +24,50 @@ lsblk -b -o NAME,SIZE,LOG-SEC,RO $DEV
 note "geometry, flags, list, status"
 
 # In use: by another attachment, by another program.
-if "$rdinit" attach 127.0.0.1:4420 --nqn $nqn --device /dev/nbd0 >"$VM_OUT/inuse.txt" 2>&1; then die "attached twice"; fi
+if "$rdinit" attach $ADDR:4420 --nqn $nqn --device /dev/nbd0 >"$VM_OUT/inuse.txt" 2>&1; then die "attached twice"; fi
 grep "in use by process $client" "$VM_OUT/inuse.txt" || { cat "$VM_OUT/inuse.txt"; die "the holder is not named"; }
 nbdkit -U /run/kit.sock memory 16M
 nbd-client -unix /run/kit.sock /dev/nbd1 >/dev/null
-if "$rdinit" attach 127.0.0.1:4420 --nqn $nqn --device /dev/nbd1 >"$VM_OUT/inuse.txt" 2>&1; then die "attached over nbd-client"; fi
+if "$rdinit" attach $ADDR:4420 --nqn $nqn --device /dev/nbd1 >"$VM_OUT/inuse.txt" 2>&1; then die "attached over nbd-client"; fi
 grep 'in use by process' "$VM_OUT/inuse.txt" || { cat "$VM_OUT/inuse.txt"; die "the holder is not named"; }
 nbd-client -d /dev/nbd1 >/dev/null
 note "devices in use are refused"
 
-fs_check $DEV ext4
+mkfs.ext4 -q -F -E nodiscard $DEV
 mkdir -p /mnt/used
 mount $DEV /mnt/used
 if "$rdinit" detach $DEV 2>"$VM_OUT/detach.txt"; then die "detached while mounted"; fi
 grep 'mounted on /mnt/used' "$VM_OUT/detach.txt" || { cat "$VM_OUT/detach.txt"; die "the mount is not named"; }
 echo still >/mnt/used/file; sync /mnt/used/file
+exec 9<$DEV # open, not mounted: refused as well, and the process named
 umount /mnt/used
-note "ext4; detach refused while mounted"
-blkdiscard -f $DEV
-fio_verify $DEV bsrange=4k-1m numjobs=4 iodepth=32 size=32m offset_increment=64m
-note "blkdiscard, fio verify 4 jobs 4k-1m"
+if "$rdinit" detach $DEV 2>"$VM_OUT/detach.txt"; then die "detached while open"; fi
+grep "open in process $$ " "$VM_OUT/detach.txt" || { cat "$VM_OUT/detach.txt"; die "the process is not named"; }
+exec 9<&-
+note "detach refused while mounted, while open"
+
+# By force: users get errors, both programs tell what may be lost, and what was on stable storage is there.
+kernel_clean
+mount $DEV /mnt/used
+echo forced >/mnt/used/file; sync /mnt/used/file
+"$rdinit" detach --force $DEV >"$VM_OUT/detach.txt" 2>&1
+grep 'mounted on /mnt/used' "$VM_OUT/detach.txt" || { cat "$VM_OUT/detach.txt"; die "the mount is not named"; }
+rc=0
+wait $client || rc=$?
+[ $rc = 1 ] || die "the attachment ended with $rc"
+echo 3 >/proc/sys/vm/drop_caches
+[ "$(dd if=$DEV bs=4k count=1 iflag=direct status=none 2>/dev/null | wc -c)" = 0 ] || die "it can be read without rdinit"
+if "$rdinit" attach $ADDR:4420 --nqn $nqn --device $DEV >"$VM_OUT/inuse.txt" 2>&1; then die "attached under a mount that has lost its device"; fi
+grep 'mounted on /mnt/used' "$VM_OUT/inuse.txt" || { cat "$VM_OUT/inuse.txt"; die "the old mount is not named"; }
+umount /mnt/used
+wait_for 10 test ! -e /sys/block/nbd0/pid
+dmesg -C # of the errors that are meant to be
+attach --device /dev/nbd0 --queues 2
+mount $DEV /mnt/used # replays its journal
+[ "$(cat /mnt/used/file)" = forced ] || die "what was written before the force is lost"
+umount /mnt/used
+e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
+note "detach by force"
 
 # A partition table; the next attachment shows it by itself.
 # An MBR: 64 MiB from sector 2048, 32 MiB behind it.
@@ -85,22 +108,23 @@ while ! ss -tln | grep -q 127.0.0.1:4420; do sleep 0.1; done
 for i in \$(seq 300); do [ "\$(blockdev --getsize64 /dev/nbd2)" = $((64 << 20)) ] && break; sleep 0.1; done
 mkfs.ext4 -q -F /dev/nbd2 && fsck.ext4 -fn /dev/nbd2 && cat /sys/block/nbd2/queue/write_cache
 "$rdinit" detach /dev/nbd2 --run-dir /run/rdblk2 && wait \$c && [ ! -e /sys/block/nbd2/pid ] && echo by ioctl
+# All that there are in use: four from the start, and one that netlink has made.
+: >/run/held
+for i in \$(seq 0 9); do
+	[ -e /sys/block/nbd\$i ] && [ ! -e /sys/block/nbd\$i/pid ] || continue
+	"$rdinit" attach 127.0.0.1:4420 --device /dev/nbd\$i --run-dir /run/rdblk2 --name d\$i >/run/at\$i & echo \$! >>/run/held
+	while ! grep -q attached /run/at\$i; do sleep 0.1; done
+done
+"$rdinit" attach 127.0.0.1:4420 --device auto --run-dir /run/rdblk2 2>&1 && echo 'one too many' && exit 1
+kill \$(cat /run/held); wait \$(cat /run/held)
 kill \$t; wait \$t
 IN
 truncate -s 64m /run/small.img
-timeout 120 unshare -n bash /run/inside >"$VM_OUT/inside.txt" 2>&1 || { cat "$VM_OUT/inside.txt"; die "attach by ioctl"; }
+timeout 140 unshare -n bash /run/inside >"$VM_OUT/inside.txt" 2>&1 || { cat "$VM_OUT/inside.txt"; die "attach by ioctl"; }
+grep 'no free device.*all .* there are' "$VM_OUT/inside.txt" || { cat "$VM_OUT/inside.txt"; die "all in use, and not said so"; }
 grep -q 'write back' "$VM_OUT/inside.txt" && grep -q '^by ioctl' "$VM_OUT/inside.txt" || { cat "$VM_OUT/inside.txt"; die "attach by ioctl"; }
-note "attached by ioctl"
+note "attached by ioctl; all in use"
 
-for ((i = 1; i <= rounds; i++)); do
-	attach --device auto --queues 2
-	mkfs.ext4 -q -F -E nodiscard $DEV 64m
-	detach
-	attach --device auto --queues 2
-	e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "round $i"; }
-	detach
-done
-note "$rounds rounds"
 kill $server; wait $server
 nbd_clean
 trap - EXIT

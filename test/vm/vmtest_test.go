@@ -1,6 +1,7 @@
 package vmtest
 
 import (
+	"cmp"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -205,12 +206,12 @@ func TestBlockDeviceRounds(t *testing.T) {
 
 // The machine reboots while the device is mounted and written to. It must come to its end, soon, and
 // what was on stable storage when it began must be there.
-// The script knows harsher ends, to be tried by hand: busybox, sysrq.
+// REBOOT names others of the ends that the script knows, which are harsher: REBOOT='busybox sysrq'.
 func TestBlockDeviceReboot(t *testing.T) {
 	if testing.Short() {
 		t.Skip("boots virtual machines")
 	}
-	for _, how := range []string{"systemd"} {
+	for _, how := range strings.Fields(cmp.Or(os.Getenv("REBOOT"), "systemd")) {
 		t.Run(how, func(t *testing.T) {
 			r := blockDevice(t, "nbd-reboot.sh", Config{Args: []string{how}, Env: []string{"VM_INIT=1"}})
 			end := time.Now()

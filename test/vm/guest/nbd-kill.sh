@@ -11,7 +11,7 @@ m=/mnt/kill
 mkdir -p $m
 mkfs.ext4 -q -F -E nodiscard $DEV
 mount $DEV $m
-fio_verify $m/fio size=48m loops=5 bsrange=4k-64k iodepth=8 & load=$!
+fio_verify $m/fio size=20m bsrange=16k-16k rate_iops=400,40 iodepth=8 & load=$! # writes for 32 s
 for i in 1 2; do
 	sleep 4
 	kill -0 $load || die "fio was done too early"
@@ -20,15 +20,15 @@ for i in 1 2; do
 	note "rdinit killed under fio"
 	sleep 1
 	attach --device /dev/nbd0 --queues 2
-	grep -q 'took over' "$VM_OUT/rdinit.txt" || die "not taken over"
+	[ "$(grep -c 'took over' "$VM_OUT/rdinit.txt")" = $i ] || die "not taken over"
 	note "taken over"
 done
 echo before >$m/file
-kill -0 $load || note "fio is done"
+kill -0 $load || die "fio was done too early"
 wait $load
 note "verify clean after 2 takeovers"
 
-fio_verify $m/fio2 size=48m loops=3 bsrange=4k-64k iodepth=8 & load=$!
+fio_verify $m/fio2 size=6m bsrange=16k-16k rate_iops=400,40 iodepth=8 & load=$!
 sleep 4
 kill -0 $load || die "fio was done too early"
 kill -9 $server; wait $server || true

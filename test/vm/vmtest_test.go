@@ -204,6 +204,12 @@ func TestBlockDeviceRounds(t *testing.T) {
 	blockDevice(t, "nbd-rounds.sh", c)
 }
 
+// The machine that has the device mounted is short of memory.
+func TestBlockDeviceMemory(t *testing.T) {
+	boots(t)
+	blockDevice(t, "nbd-memory.sh", Config{Peer: filepath.Join(Dir(), "guest", "nbd-memory.sh"), Memory: 512, PeerMem: 1600})
+}
+
 // The machine reboots while the device is mounted and written to. It must come to its end, soon, and
 // what was on stable storage when it began must be there.
 // REBOOT names others of the ends that the script knows, which are harsher: REBOOT='busybox sysrq'.

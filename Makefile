@@ -21,11 +21,15 @@ run: deps build ## a demonstration: serve, attach, copy a file system, kill the 
 	@test/demo/run
 
 # All packages but the virtual machines, which take the whole machine for minutes.
-PKGS = $(shell $(GO) list ./... | grep -v '/test/vm')
+PKGS = $(shell $(GO) list ./... | grep -v '/test/vm$$')
+
+# What make test boots: one script for each of the foreign peers. make vm boots all.
+VMTESTS ?= ^TestKernelHostEvents$$/^soft$$|^TestKernelTargetIO$$/^iwarp$$|^TestBlockDeviceFileSystems$$/^iwarp$$
 
 test: deps lint ## everything that CI runs
 	$(GO) test -count=1 -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
 	$(GO) test -count=1 -timeout 20m $(PKGS)
+	$(GO) test -count=1 -timeout 25m -run '$(VMTESTS)' ./test/vm
 
 race:   ## all tests under the race detector
 	$(GO) test -race -timeout 60m $(PKGS)
@@ -39,7 +43,7 @@ fuzz:   ## every fuzz target for FUZZTIME (30s)
 e2e: deps build ## only the end-to-end tests, verbosely
 	$(GO) test -count=1 -v ./test/e2e
 
-vm:     ## interoperation with the kernel, in virtual machines (root, qemu)
+vm:     ## all interoperation with the kernel, in virtual machines (root, qemu)
 	$(GO) test -count=1 -timeout 60m -v ./test/vm/...
 
 bench: deps build ## rdblk beside its peers, 10 minutes; WRITE=1 puts the result into docs/performance.md

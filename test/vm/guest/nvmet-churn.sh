@@ -11,7 +11,13 @@ nvmet_subsys $nqn
 nvmet_ns $nqn 1 $BLK
 nvmet_port 1 $ADDR 4420 $nqn
 objects() { rdma resource show | sed 's/ *$//' | tr '\n' ';'; } # of each kind, of each device: what the kernel holds
-quiet() { [ "$(objects)" = "$base" ]; }
+quiet() { # within 30 s the kernel holds what it held
+	local end=$((SECONDS + 30))
+	until [ "$(objects)" = "$base" ]; do
+		[ $SECONDS -lt $end ] || die "the kernel holds $(objects), at rest $base"
+		sleep 0.5
+	done
+}
 export RDINIT_BUFFER_MEMORY=4MiB
 round() {
 	attach --nqn $nqn --socket $sock
@@ -24,7 +30,7 @@ sleep 1
 base=$(objects)
 note "at rest: $base"
 for ((i = 1; i <= rounds; i++)); do round $i; done
-wait_for 30 quiet
+quiet
 note "$rounds rounds: the kernel holds what it held"
 
 # One process: every cut is a reconnect with everything made anew.
@@ -50,7 +56,7 @@ note "$cuts reconnects: descriptors and threads $up, then $now; $rss kB resident
 [ $after -le $((rss + 16384)) ] || die "memory"
 holds '.errors == 0'
 kill $client; wait $client
-wait_for 30 quiet
+quiet
 kernel_clean
 trap - EXIT
 note done

@@ -120,7 +120,7 @@ type attachment struct {
 	kdev    *nbd.KernelDevice
 
 	detaching atomic.Bool
-	flushes   atomic.Int32 // of the end, without an answer
+	flushes   atomic.Int32 // of this program's own, without an answer
 
 	mu      sync.Mutex    // serialises detach
 	ended   bool          // detached; guarded by mu
@@ -253,7 +253,25 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 	if err := env.Notify("READY=1", "STATUS=attached "+a.nqn); err != nil {
 		log.Warn("service manager", "err", err)
 	}
+	if a.kdev != nil {
+		a.settle()
+	}
 	return a.wait(ctx, served)
+}
+
+// settle flushes, beside everything else, what earlier attachments may have left. From then on a
+// flush with nothing to make durable needs no target, and so the kernel's own, at the end of a
+// device that nobody has written to, does not wait for one that is away. A failure shows in the state of
+// the device, as that of any flush.
+func (a *attachment) settle() {
+	if a.dev.Info().ReadOnly {
+		return
+	}
+	a.flushes.Add(1)
+	go func() {
+		defer a.flushes.Add(-1)
+		_ = a.dev.Flush()
+	}()
 }
 
 // connect attaches.

@@ -340,8 +340,9 @@ func (h *History) describe(b int64, block []byte, v, at uint64, what string, see
 	}
 	switch len(seen) {
 	case 0:
-		s.WriteString(", which nobody wrote there")
-		if mixed(block, b*h.bs) {
+		// What was overwritten for good is forgotten in the end.
+		s.WriteString(", which nobody wrote there, at least not lately")
+		if v != h.zero && mixed(block, b*h.bs) {
 			s.WriteString(": a mixture, the block is torn")
 		}
 	default:

@@ -95,13 +95,13 @@ note "wildcard done"
 kill $server
 wait $server
 # A user who may lock 64 KiB: a device would need more, and how much is said; by itself it goes on in software.
-user() { HOME=/tmp prlimit --memlock=65536:65536 setpriv --reuid 65534 --regid 65534 --clear-groups "$@"; }
-if user "$rdtarget" serve --provider verbs --listen $own:4421 --allow-any-host mem:16M >"$VM_OUT/user.txt" 2>&1; then die "it serves"; fi
+user=(env HOME=/tmp prlimit --memlock=65536:65536 setpriv --reuid 65534 --regid 65534 --clear-groups)
+if "${user[@]}" "$rdtarget" serve --provider verbs --listen $own:4421 --allow-any-host mem:16M >"$VM_OUT/user.txt" 2>&1; then die "it serves"; fi
 cat "$VM_OUT/user.txt"
 grep -q 'need [0-9]* MiB of locked memory.*may lock 64 KiB.*ulimit -l unlimited' "$VM_OUT/user.txt"
-user "$rdtarget" serve --listen $own:4421 --nqn $nqn:user --allow-any-host mem:16M >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
+"${user[@]}" "$rdtarget" serve --listen $own:4421 --nqn $nqn:user --allow-any-host mem:16M >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
 wait_for 30 grep -qs "on $own:4421 (iwarp)" "$VM_OUT/serving.txt"
-user "$rdinit" bench $own:4421 --nqn $nqn:user --queues 1 --runtime 1s 2>&1
+"${user[@]}" "$rdinit" bench $own:4421 --nqn $nqn:user --queues 1 --runtime 1s 2>&1
 kill $server
 wait $server
 note "an ordinary user done"

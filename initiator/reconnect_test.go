@@ -204,6 +204,9 @@ func TestLedgerUnderRandomDisconnects(t *testing.T) {
 			f.set(func() { f.grant = grant })
 			f.cut(func(c *fakeConn) bool { return c.req.QID == 0 })
 		}
+		if i == 0 { // before the next cut grants all of them again
+			eventually(t, "commands cross workers", func() bool { return s.Stats().Forwarded > 0 || t.Failed() })
+		}
 		if t.Failed() {
 			t.Fatalf("after cut %d", i)
 		}

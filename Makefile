@@ -23,13 +23,9 @@ run: deps build ## a demonstration: serve, attach, copy a file system, kill the 
 # All packages but the virtual machines, which take the whole machine for minutes.
 PKGS = $(shell $(GO) list ./... | grep -v '/test/vm$$')
 
-# What make test boots: one script for each of the foreign peers. make vm boots all.
-VMTESTS ?= ^TestKernelHostEvents$$/^soft$$|^TestKernelTargetIO$$/^iwarp$$|^TestBlockDeviceFileSystems$$/^iwarp$$
-
 test: deps lint ## everything that CI runs
 	$(GO) test -count=1 -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
 	$(GO) test -count=1 -timeout 20m $(PKGS)
-	$(GO) test -count=1 -timeout 25m -run '$(VMTESTS)' ./test/vm
 
 race:   ## all tests under the race detector
 	$(GO) test -race -timeout 60m $(PKGS)

@@ -44,7 +44,7 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 	depth := fs.Int("iodepth", 32, "requests in flight on each queue")
 	runtime := fs.Duration("runtime", 10*time.Second, "how long to measure")
 	destroy := fs.Bool("destroy-data", false, "allow writing over what is on the namespace")
-	output := outputFlag(fs)
+	output := cli.OutputFlag(fs)
 	more, cfgFile := commonFlags(fs, env, briefSettings())
 	for k, v := range more {
 		keys[k] = v
@@ -80,7 +80,7 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			if len(args) > 1 {
 				bad = append(bad, fmt.Errorf("unexpected argument %q", args[1]))
 			}
-			bad = append(bad, checkOutput(*output))
+			bad = append(bad, cli.CheckOutput(*output))
 			s := briefSettings()
 			bad = append(bad, config.Load(s, source(env, fs, keys, *cfgFile, args)))
 			if err := errors.Join(bad...); err != nil {

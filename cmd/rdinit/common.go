@@ -126,18 +126,6 @@ func counted(n int, noun string) string {
 	return fmt.Sprintf("%d %ss", n, noun)
 }
 
-// outputFlag adds -o.
-func outputFlag(fs *pflag.FlagSet) *string {
-	return fs.StringP("output", "o", "text", "`format` of the output: text or json (stable)")
-}
-
-func checkOutput(o string) error {
-	if o != "text" && o != "json" {
-		return cli.Usagef("--output: %q is neither text nor json", o)
-	}
-	return nil
-}
-
 // device chooses the namespace: the one that is named, or the only one.
 func device(ss *initiator.Session, nsid uint32) (*initiator.Device, error) {
 	var there []string

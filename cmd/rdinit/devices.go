@@ -11,7 +11,7 @@ import (
 
 func newDevicesCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("devices")
-	output := outputFlag(fs)
+	output := cli.OutputFlag(fs)
 	cfgFile := fs.String("config", env.Getenv(envPrefix+"CONFIG"), "read settings from `FILE`")
 	return &cli.Command{
 		Name: "devices", Args: "[flags]", Short: "show the RDMA devices of this machine and what is missing", Flags: fs,
@@ -22,7 +22,7 @@ func newDevicesCommand(env *cli.Env) *cli.Command {
 			if len(args) > 0 {
 				return cli.Usagef("unexpected argument %q", args[0])
 			}
-			if err := checkOutput(*output); err != nil {
+			if err := cli.CheckOutput(*output); err != nil {
 				return err
 			}
 			s := defaultSettings()

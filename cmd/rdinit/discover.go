@@ -24,7 +24,7 @@ type discovered struct {
 
 func newDiscoverCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("discover")
-	output := outputFlag(fs)
+	output := cli.OutputFlag(fs)
 	keys, cfgFile := commonFlags(fs, env, briefSettings())
 	return &cli.Command{
 		Name: "discover", Args: "ADDR[:PORT] [flags]", Short: "ask a target what there is to attach", Flags: fs,
@@ -35,7 +35,7 @@ func newDiscoverCommand(env *cli.Env) *cli.Command {
 				bad = append(bad, fmt.Errorf("unexpected argument %q", args[1]))
 			}
 			s := briefSettings()
-			bad = append(bad, checkOutput(*output), config.Load(s, source(env, fs, keys, *cfgFile, args)))
+			bad = append(bad, cli.CheckOutput(*output), config.Load(s, source(env, fs, keys, *cfgFile, args)))
 			if err := errors.Join(bad...); err != nil {
 				return cli.Usage(err)
 			}

@@ -95,7 +95,7 @@ func reports(list []running) []report {
 
 func newListCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("list")
-	output := outputFlag(fs)
+	output := cli.OutputFlag(fs)
 	dir := runDirFlag(fs, env)
 	return &cli.Command{
 		Name: "list", Args: "[flags]", Short: "list what this user has attached on this machine", Flags: fs,
@@ -104,7 +104,7 @@ func newListCommand(env *cli.Env) *cli.Command {
 			if len(args) > 0 {
 				return cli.Usagef("unexpected argument %q", args[0])
 			}
-			if err := checkOutput(*output); err != nil {
+			if err := cli.CheckOutput(*output); err != nil {
 				return err
 			}
 			list, err := attachments(ctx, dir())
@@ -130,7 +130,7 @@ func newListCommand(env *cli.Env) *cli.Command {
 
 func newStatusCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("status")
-	output := outputFlag(fs)
+	output := cli.OutputFlag(fs)
 	dir := runDirFlag(fs, env)
 	return &cli.Command{
 		Name: "status", Args: "[NAME | DEVICE | SOCKET] [flags]", Short: "show the state of attachments", Flags: fs,
@@ -140,7 +140,7 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 			if len(args) > 1 {
 				return cli.Usagef("unexpected argument %q", args[1])
 			}
-			if err := checkOutput(*output); err != nil {
+			if err := cli.CheckOutput(*output); err != nil {
 				return err
 			}
 			list, err := attachments(ctx, dir())

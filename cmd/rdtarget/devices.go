@@ -11,7 +11,7 @@ import (
 
 func newDevicesCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("devices")
-	output := fs.StringP("output", "o", "text", "`format` of the output: text or json (stable)")
+	output := cli.OutputFlag(fs)
 	cfgFile := fs.String("config", env.Getenv(envPrefix+"CONFIG"), "read settings from `FILE`")
 	return &cli.Command{
 		Name: "devices", Args: "[flags]", Short: "show the RDMA devices of this machine and what is missing", Flags: fs,
@@ -21,8 +21,8 @@ func newDevicesCommand(env *cli.Env) *cli.Command {
 			if len(args) > 0 {
 				return cli.Usagef("unexpected argument %q", args[0])
 			}
-			if *output != "text" && *output != "json" {
-				return cli.Usagef("--output: %q is neither text nor json", *output)
+			if err := cli.CheckOutput(*output); err != nil {
+				return err
 			}
 			s := defaultSettings()
 			if err := config.Load(s, config.Source{Prefix: envPrefix, Environ: env.Environ, File: *cfgFile}); err != nil {

@@ -48,7 +48,7 @@ func (sv *server) status() report {
 
 func newStatusCommand(env *cli.Env) *cli.Command {
 	fs := cli.NewFlagSet("status")
-	output := fs.StringP("output", "o", "text", "`format` of the output: text or json")
+	output := cli.OutputFlag(fs)
 	dir := fs.String("run-dir", env.Getenv(envPrefix+"RUN_DIR"), "`directory` of control sockets (default /run/rdblk, $XDG_RUNTIME_DIR/rdblk or /tmp/rdblk-UID)")
 	return &cli.Command{
 		Name: "status", Args: "[flags]", Short: "show what this user serves on this machine", Flags: fs,
@@ -58,8 +58,8 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 			if len(args) > 0 {
 				return cli.Usagef("unexpected argument %q", args[0])
 			}
-			if *output != "text" && *output != "json" {
-				return cli.Usagef("--output: %q is neither text nor json", *output)
+			if err := cli.CheckOutput(*output); err != nil {
+				return err
 			}
 			d := *dir
 			if d == "" {

@@ -15,6 +15,7 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"rdblk/blockdev"
@@ -592,33 +593,35 @@ func (d stuck) Flush() error        { return d.flush() }
 // have one count themselves.
 func TestFlushWithoutAnAnswerIsCounted(t *testing.T) {
 	dir := filepath.Join(clitest.Dir(t), "losses")
-	release := make(chan struct{})
-	defer close(release)
-	sv := &server{namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
-	for i, d := range []stuck{
-		{name: "good", flush: func() error { return nil }},
-		{name: "hangs", flush: func() error { <-release; return nil }},
-		{name: "bad", flush: func() error { return unix.EIO }},
-	} {
-		c := losses.Open(dir, d.name, slog.New(slog.DiscardHandler))
-		defer c.Close()
-		sv.namespaces[uint32(i)], sv.losses[d.name] = &served{dev: d, count: c}, c
-	}
-	sv.namespaces[3] = &served{dev: sv.namespaces[1].dev} // one that is not kept account of
-	gone := losses.Open(dir, "gone", slog.New(slog.DiscardHandler))
-	defer gone.Close()
-	sv.losses["gone"] = gone // taken out, and still being closed
-	sv.removals = append(sv.removals, &served{dev: stuck{name: "gone"}, count: gone, closed: make(chan struct{})})
-	ctx, cancel := timeout.With(context.Background(), 100*time.Millisecond, "shutdown_timeout")
-	defer cancel()
-	err := sv.flush(ctx)
-	if err == nil || !errors.Is(err, unix.EIO) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush hangs: no answer within 100ms (shutdown_timeout): its storage hangs") {
-		t.Errorf("%v", err)
-	}
-	if g, h, b, r := sv.losses["good"].Count(), sv.losses["hangs"].Count(), sv.losses["bad"].Count(), gone.Count(); g != 0 || h != 1 || b != 0 || r != 1 {
-		t.Errorf("counted %d, %d, %d, %d", g, h, b, r)
-	}
-	if n := sv.unsafeShutdowns(0); n != 2 {
-		t.Errorf("%d unsafe shutdowns", n)
-	}
+	synctest.Test(t, func(t *testing.T) { // the time is over when those that answer have
+		release := make(chan struct{})
+		defer close(release)
+		sv := &server{namespaces: map[uint32]*served{}, losses: map[string]*losses.Counter{}}
+		for i, d := range []stuck{
+			{name: "good", flush: func() error { return nil }},
+			{name: "hangs", flush: func() error { <-release; return nil }},
+			{name: "bad", flush: func() error { return unix.EIO }},
+		} {
+			c := losses.Open(dir, d.name, slog.New(slog.DiscardHandler))
+			defer c.Close()
+			sv.namespaces[uint32(i)], sv.losses[d.name] = &served{dev: d, count: c}, c
+		}
+		sv.namespaces[3] = &served{dev: sv.namespaces[1].dev} // one that is not kept account of
+		gone := losses.Open(dir, "gone", slog.New(slog.DiscardHandler))
+		defer gone.Close()
+		sv.losses["gone"] = gone // taken out, and still being closed
+		sv.removals = append(sv.removals, &served{dev: stuck{name: "gone"}, count: gone, closed: release})
+		ctx, cancel := timeout.With(context.Background(), 100*time.Millisecond, "shutdown_timeout")
+		defer cancel()
+		err := sv.flush(ctx)
+		if err == nil || !errors.Is(err, unix.EIO) || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush hangs: no answer within 100ms (shutdown_timeout): its storage hangs") {
+			t.Errorf("%v", err)
+		}
+		if g, h, b, r := sv.losses["good"].Count(), sv.losses["hangs"].Count(), sv.losses["bad"].Count(), gone.Count(); g != 0 || h != 1 || b != 0 || r != 1 {
+			t.Errorf("counted %d, %d, %d, %d", g, h, b, r)
+		}
+		if n := sv.unsafeShutdowns(0); n != 2 {
+			t.Errorf("%d unsafe shutdowns", n)
+		}
+	})
 }

@@ -24,6 +24,12 @@ latency percentiles. Each queue keeps --iodepth requests of --bs bytes in flight
 
 Writing destroys what is on the namespace; it needs --destroy-data.`
 
+// Bounds of --runtime.
+const (
+	minRuntime = 10 * time.Millisecond
+	maxRuntime = 24 * time.Hour
+)
+
 // A benchJob is what to measure.
 type benchJob struct {
 	RW      string
@@ -74,8 +80,8 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			if j.Depth < 1 || j.Depth > 4096 {
 				bad = append(bad, fmt.Errorf("--iodepth: %d is not between 1 and 4096", j.Depth))
 			}
-			if j.Runtime <= 0 {
-				bad = append(bad, fmt.Errorf("--runtime: %v is not positive", j.Runtime))
+			if j.Runtime < minRuntime || j.Runtime > maxRuntime {
+				bad = append(bad, fmt.Errorf("--runtime: %s is outside %s to %s (for example 10s)", timeout.Text(j.Runtime), timeout.Text(minRuntime), timeout.Text(maxRuntime)))
 			}
 			if len(args) > 1 {
 				bad = append(bad, fmt.Errorf("unexpected argument %q", args[1]))

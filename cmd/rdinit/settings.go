@@ -13,6 +13,7 @@ import (
 	"rdblk/internal/config"
 	"rdblk/internal/control"
 	"rdblk/internal/provider"
+	"rdblk/internal/timeout"
 	"rdblk/nbd"
 	"rdblk/protocol"
 	"rdblk/rdma/iwarp"
@@ -101,6 +102,13 @@ func defaultSettings() *settings {
 	return s
 }
 
+// Bounds of loss_timeout: somebody with a mirror may want errors at once, and who wants to wait for longer than
+// a month says for ever.
+const (
+	minLossTimeout = time.Millisecond
+	maxLossTimeout = 720 * time.Hour
+)
+
 // Validate returns all problems that show without touching the machine, each
 // with the setting's name in front.
 func (s *settings) Validate() error {
@@ -165,7 +173,7 @@ func (s *settings) Validate() error {
 		word, rest, _ := strings.Cut(err.Error(), ": ")
 		bad("log."+word, "%s", rest)
 	}
-	c.OneOf("polling", s.Polling, "adaptive", "never", "busy")
+	c.Polling(s.Polling, s.MaxPoll)
 	if s.NSID == protocol.NSIDAll {
 		bad("nsid", "%d means all namespaces: name one (for example 1)", s.NSID)
 	}
@@ -187,13 +195,11 @@ func (s *settings) Validate() error {
 	config.Between(c, "request_timeout", s.RequestTimeout, 10*time.Millisecond, 24*time.Hour, "")
 	config.Between(c, "connect_timeout", s.ConnectTimeout, 10*time.Millisecond, time.Hour, "")
 	config.Between(c, "retry_timeout", s.RetryTimeout, time.Millisecond, 24*time.Hour, "")
-	config.Positive(c, "max_poll", s.MaxPoll)
-	config.Positive(c, "detach_timeout", s.DetachTimeout)
-	if s.Wait < 0 {
-		bad("wait", "%v is negative (for example 2m; 0: one attempt)", s.Wait)
-	}
-	if s.LossTimeout == 0 {
-		bad("loss_timeout", "0s is not above 0 (for example 10m; negative: requests wait for ever)")
+	config.Between(c, "detach_timeout", s.DetachTimeout, 100*time.Millisecond, time.Hour, "")
+	config.Between(c, "wait", s.Wait, 100*time.Millisecond, 24*time.Hour, "one attempt")
+	if s.LossTimeout >= 0 && (s.LossTimeout < minLossTimeout || s.LossTimeout > maxLossTimeout) {
+		bad("loss_timeout", "%s is outside %s to %s (for example %s; negative: requests wait for ever)",
+			timeout.Text(s.LossTimeout), timeout.Text(minLossTimeout), timeout.Text(maxLossTimeout), timeout.Text(initiator.DefaultLossTimeout))
 	}
 	// The library's own rules, in case it has one more. Provider and address come later.
 	if err := s.initiatorConfig().Validate(); err != nil {

@@ -5,7 +5,9 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
+	"rdblk/internal/cli/clitest"
 	"rdblk/internal/config"
 	"rdblk/protocol"
 )
@@ -123,9 +125,10 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 		{"request_timeout", "10ms", "24h", "9ms", "25h"},
 		{"connect_timeout", "10ms", "1h", "9ms", "2h"},
 		{"retry_timeout", "1ms", "24h", "1us", "25h"},
-		{"max_poll", "1ns", "", "0s", ""},
-		{"detach_timeout", "1ns", "", "0s", ""},
-		{"loss_timeout", "-1s", "", "0s", ""},
+		{"max_poll", "1us", "10ms", "1ns", "10h"}, {"max_poll", "", "", "0s", "-50us"},
+		{"detach_timeout", "100ms", "1h", "1ns", "61m"}, {"detach_timeout", "", "", "0s", "2562047h"},
+		{"wait", "100ms", "24h", "1ns", "25h"}, {"wait", "0s", "", "-1s", ""},
+		{"loss_timeout", "1ms", "720h", "1ns", "721h"}, {"loss_timeout", "-1s", "-1ns", "0s", ""},
 		{"pin_cpus", "0", "1023", "-1", "1024"},
 		{"nsid", "0", "4294967294", "", "4294967295"},
 	} {
@@ -133,7 +136,10 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 			return config.Load(defaultSettings(), config.Source{Prefix: envPrefix, Environ: []string{config.EnvName(envPrefix, c[0]) + "=" + v}})
 		}
 		for _, v := range []string{c[1], c[2]} {
-			if err := load(v); v != "" && err != nil {
+			if v == "" {
+				continue
+			}
+			if err := load(v); err != nil {
 				t.Errorf("%s=%s: %v", c[0], v, err)
 			}
 		}
@@ -148,6 +154,12 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 			}
 			if line := err.Error(); !strings.HasPrefix(line, c[0]+": ") || !strings.Contains(line, "for example") && !strings.Contains(line, "(0: ") {
 				t.Errorf("%s=%s: %q does not name the setting and an example", c[0], v, line)
+			}
+			switch value := config.Values(defaultSettings())[c[0]]; value.(type) {
+			case time.Duration, config.Size:
+				if c[0] != "reconnect_max_delay" { // its bound is a word: reconnect_delay
+					clitest.CheckBounds(t, "../../docs/operating.md", "rdinit", "../../configs/rdinit.yaml", err.Error())
+				}
 			}
 		}
 	}

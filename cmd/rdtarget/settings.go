@@ -228,7 +228,7 @@ func (s *settings) Validate() error {
 		word, rest, _ := strings.Cut(err.Error(), ": ")
 		bad("log."+word, "%s", rest)
 	}
-	c.OneOf("polling", s.Polling, "adaptive", "never", "busy")
+	c.Polling(s.Polling, s.MaxPoll)
 	for _, cpu := range s.PinCPUs {
 		if cpu < 0 || cpu > 1023 {
 			bad("pin_cpus", "%d is outside 0 to 1023 (for example 0,1)", cpu)
@@ -253,13 +253,12 @@ func (s *settings) Validate() error {
 	config.Between(c, "max_queues_per_controller", s.MaxQueuesPerController, 1, 65534, "")
 	config.Between(c, "max_queues", s.MaxQueues, 2, 1<<20, "")
 	config.Between(c, "max_pending", s.MaxPending, 1, 1<<20, "")
-	config.Positive(c, "accept_timeout", s.AcceptTimeout)
-	config.Positive(c, "connect_timeout", s.ConnectTimeout)
-	config.Positive(c, "association_timeout", s.AssociationTimeout)
-	config.Positive(c, "discovery_timeout", s.DiscoveryTimeout)
-	config.Positive(c, "fence_timeout", s.FenceTimeout)
-	config.Positive(c, "shutdown_timeout", s.ShutdownTimeout)
-	config.Positive(c, "max_poll", s.MaxPoll)
+	config.Between(c, "accept_timeout", s.AcceptTimeout, 100*time.Millisecond, 10*time.Minute, "")
+	config.Between(c, "connect_timeout", s.ConnectTimeout, 100*time.Millisecond, 10*time.Minute, "")
+	config.Between(c, "association_timeout", s.AssociationTimeout, time.Second, 24*time.Hour, "")
+	config.Between(c, "discovery_timeout", s.DiscoveryTimeout, time.Second, 24*time.Hour, "")
+	config.Between(c, "fence_timeout", s.FenceTimeout, 100*time.Millisecond, 10*time.Minute, "")
+	config.Between(c, "shutdown_timeout", s.ShutdownTimeout, 100*time.Millisecond, time.Hour, "")
 	// The library's own rules, in case it has one more.
 	t := s.targetConfig()
 	if t.NQN == "" {

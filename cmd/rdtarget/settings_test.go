@@ -7,8 +7,10 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
 	"rdblk/internal/cli"
+	"rdblk/internal/cli/clitest"
 	"rdblk/internal/config"
 )
 
@@ -186,9 +188,13 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 		{"max_queues_per_controller", "1", "65534", "0", "65535", ""},
 		{"max_queues", "2", "1048576", "1", "1048577", ""},
 		{"max_pending", "1", "1048576", "0", "1048577", ""},
-		{"accept_timeout", "1ns", "", "0s", "", ""}, {"connect_timeout", "1ns", "", "0s", "", ""}, {"association_timeout", "1ns", "", "-1s", "", ""},
-		{"discovery_timeout", "1ns", "", "0s", "", ""}, {"fence_timeout", "1ns", "", "0s", "", ""}, {"shutdown_timeout", "1ns", "", "0s", "", ""},
-		{"max_poll", "1ns", "", "0s", "", ""},
+		{"accept_timeout", "100ms", "10m", "1ns", "11m", ""},
+		{"connect_timeout", "100ms", "10m", "99ms", "10h", ""},
+		{"association_timeout", "1s", "24h", "-1s", "25h", ""},
+		{"discovery_timeout", "1s", "24h", "1ns", "2400h", ""},
+		{"fence_timeout", "100ms", "10m", "0s", "11m", ""},
+		{"shutdown_timeout", "100ms", "1h", "1ns", "61m", ""}, {"shutdown_timeout", "", "", "-1s", "2562047h", ""},
+		{"max_poll", "1us", "10ms", "1ns", "10h", ""}, {"max_poll", "", "", "0s", "-50us", ""},
 		{"pin_cpus", "0", "1023", "-1", "1024", ""},
 	} {
 		load := func(v string) error {
@@ -222,6 +228,12 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 			for _, word := range []string{"MaxIO", "BufferMemory", "Workers", "is negative"} {
 				if strings.Contains(line, word) {
 					t.Errorf("%s=%s: %q is not the operator's word in %q", c.key, v, word, line)
+				}
+			}
+			switch value := config.Values(defaultSettings())[c.key]; value.(type) {
+			case time.Duration, config.Size:
+				if c.key != "buffer_memory" && !strings.Contains(line, "multiple of") { // whose bound is a word: twice max_io
+					clitest.CheckBounds(t, "../../docs/operating.md", "rdtarget", "../../configs/rdtarget.yaml", line)
 				}
 			}
 		}

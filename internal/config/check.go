@@ -40,7 +40,7 @@ func (c *Check) Err() error { return errors.Join(c.errs...) }
 // special, else it is empty.
 func Between[T int | Size | time.Duration](c *Check, key string, v, low, high T, zero string) {
 	switch {
-	case v >= low && v <= high:
+	case v >= low && v <= high, v == 0 && zero != "":
 	case zero != "":
 		c.Bad(key, "%s is outside %s to %s (0: %s)", show(v), show(low), show(high), zero)
 	default:
@@ -48,10 +48,19 @@ func Between[T int | Size | time.Duration](c *Check, key string, v, low, high T,
 	}
 }
 
-// Positive notes a duration or size that is not above zero.
-func Positive[T int | Size | time.Duration](c *Check, key string, v T) {
-	if v <= 0 {
-		c.Bad(key, "%s is not above 0 (for example %s)", show(v), show(c.defaults[key]))
+// Bounds of max_poll, of both programs: below a microsecond is never, and who would look for work
+// for longer than some hundred times what a wake-up costs wants busy.
+const (
+	minMaxPoll = time.Microsecond
+	maxMaxPoll = 10 * time.Millisecond
+)
+
+// Polling checks the settings polling and max_poll.
+func (c *Check) Polling(polling string, maxPoll time.Duration) {
+	c.OneOf("polling", polling, "adaptive", "never", "busy")
+	if maxPoll < minMaxPoll || maxPoll > maxMaxPoll {
+		c.Bad("max_poll", "%s is outside %s to %s (for example %s; polling: never sleeps at once, polling: busy never)",
+			show(maxPoll), show(minMaxPoll), show(maxMaxPoll), show(c.defaults["max_poll"]))
 	}
 }
 

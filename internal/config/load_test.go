@@ -209,17 +209,19 @@ func TestUnquotedNumbersAreNoTexts(t *testing.T) {
 func TestCheck(t *testing.T) {
 	c := NewCheck(defaults())
 	Between(c, "count", 5, 1, 5, "")
-	Positive(c, "wait", time.Nanosecond)
+	Between(c, "wait", 0, time.Second, time.Minute, "not at all")
 	if err := c.Err(); err != nil {
 		t.Error(err)
 	}
 	Between(c, "count", 6, 1, 5, "")
 	Between(c, "threads", -1, 0, 5, "one per processor")
 	Between(c, "wait", 2*time.Hour, time.Second, 90*time.Minute, "")
-	Positive(c, "wait", time.Duration(0))
+	Between(c, "wait", time.Duration(0), time.Second, 90*time.Minute, "")
+	Between(c, "wait", time.Nanosecond, time.Second, time.Minute, "not at all")
 	c.OneOf("name", "x", "y", "z")
 	want := "count: 6 is outside 1 to 5 (for example 1)\nthreads: -1 is outside 0 to 5 (0: one per processor)\n" +
-		"wait: 2h is outside 1s to 1h30m (for example 1s)\nwait: 0s is not above 0 (for example 1s)\nname: \"x\" is none of y, z"
+		"wait: 2h is outside 1s to 1h30m (for example 1s)\nwait: 0s is outside 1s to 1h30m (for example 1s)\n" +
+		"wait: 1ns is outside 1s to 1m (0: not at all)\nname: \"x\" is none of y, z"
 	if err := c.Err(); err == nil || err.Error() != want || !c.Has("name") || c.Has("nam") {
 		t.Errorf("%v", err)
 	}

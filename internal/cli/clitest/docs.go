@@ -52,6 +52,26 @@ func CheckSettingsTable(t testing.TB, doc, program string, defaults any, flags m
 	}
 }
 
+// CheckBounds compares what a program says about a value that is out of bounds, "KEY: V is outside LOW to HIGH …",
+// with the setting's row in the table of [CheckSettingsTable] and the comment behind it in a sample configuration.
+func CheckBounds(t testing.TB, doc, program, sample, message string) {
+	t.Helper()
+	m := regexp.MustCompile(`^([a-z_.]+): \S+ is outside (\S+ to \S+)`).FindStringSubmatch(message)
+	if m == nil {
+		t.Errorf("%q does not name the bounds", message)
+		return
+	}
+	key, bounds := m[1], regexp.QuoteMeta(strings.TrimRight(m[2], ":,"))
+	_, text, _ := strings.Cut(read(t, doc), "\n### "+program+"\n")
+	text, _, _ = strings.Cut(text, "\n#")
+	if !regexp.MustCompile("(?m)^\\| `" + key + "` \\|.*\\b" + bounds + "\\b.*\\|$").MatchString(text) {
+		t.Errorf("%s does not give the bounds of %s: %s", doc, key, m[2])
+	}
+	if !regexp.MustCompile("(?m)^" + key + ": .* # .*\\b" + bounds + "\\b").MatchString(read(t, sample)) {
+		t.Errorf("%s does not give the bounds behind %s: %s", sample, key, m[2])
+	}
+}
+
 func defaultText(v any) string {
 	s := fmt.Sprint(v)
 	if d, ok := v.(time.Duration); ok && d >= time.Minute && d%time.Minute == 0 {

@@ -531,6 +531,47 @@ func TestBench(t *testing.T) {
 	}
 }
 
+// A trace file is bounded: it becomes FILE.1, and lines go on in a new one, whole and in order.
+func TestTraceFileIsBounded(t *testing.T) {
+	addr, _ := startTarget(t, "127.0.0.1:0", mem(t, "mem:1M"))
+	file := filepath.Join(clitest.Dir(t), "trace")
+	fi := func(path string) int64 {
+		if st, err := os.Stat(path); err == nil {
+			return st.Size()
+		}
+		return 0
+	}
+	for i := 0; fi(file+".1") == 0; i++ {
+		if i == 200 {
+			t.Fatalf("there is no second file; the first has %d bytes", fi(file))
+		}
+		code, _, errw := clitest.Do(t, newProgram, []string{"RDINIT_TRACE_SIZE=1M"}, "bench", addr, "--runtime", "200ms", "--queues", "1", "--trace="+file)
+		if code != 0 || errw != "" {
+			t.Fatalf("exit %d, %s", code, errw)
+		}
+		if n := fi(file); n == 0 || n > 1<<20 {
+			t.Fatalf("%d bytes", n)
+		}
+	}
+	var last string
+	for _, f := range []string{file + ".1", file} {
+		b, err := os.ReadFile(f)
+		if err != nil || len(b) > 1<<20 {
+			t.Fatalf("%s: %d bytes, %v", f, len(b), err)
+		}
+		for l := range strings.Lines(string(b)) {
+			if !regexp.MustCompile(`^\d\d:\d\d:\d\d\.\d{6} .*\n$`).MatchString(l) {
+				t.Fatalf("%s: line %q", f, l)
+			}
+			if at := l[:15]; at < last && !strings.HasPrefix(last, "23:59") {
+				t.Fatalf("%s: %s after %s", f, at, last)
+			} else {
+				last = at
+			}
+		}
+	}
+}
+
 // Writes really arrive, and all over the device.
 func TestBenchWritesWhatItSays(t *testing.T) {
 	dev := mem(t, "mem:1M")

@@ -99,7 +99,7 @@ func (s *settings) resolved(ctx context.Context, log *slog.Logger, needs func(in
 // openTrace gives the library the destination of the trace, if there is one; close it
 // when the session is closed.
 func (s *settings) openTrace(env *cli.Env, c *initiator.Config) (close func(), err error) {
-	w, err := env.OpenTrace(s.Trace)
+	w, err := env.OpenTrace(s.Trace, int64(s.TraceSize))
 	if err != nil || w == nil {
 		return func() {}, err
 	}

@@ -47,7 +47,8 @@ type settings struct {
 		Format string `mapstructure:"format"`
 	} `mapstructure:"log"`
 
-	Trace string `mapstructure:"trace"`
+	Trace     string      `mapstructure:"trace"`
+	TraceSize config.Size `mapstructure:"trace_size"`
 
 	Queues       int           `mapstructure:"queues"`
 	Depth        int           `mapstructure:"depth"`
@@ -78,6 +79,8 @@ func defaultSettings() *settings {
 		CRC:           "auto",
 		DetachTimeout: 10 * time.Second,
 		ProtectMemory: true,
+
+		TraceSize: cli.DefaultTraceSize,
 
 		Depth:        initiator.DefaultDepth,
 		Polling:      "adaptive",
@@ -173,6 +176,7 @@ func (s *settings) Validate() error {
 		word, rest, _ := strings.Cut(err.Error(), ": ")
 		bad("log."+word, "%s", rest)
 	}
+	config.Between(c, "trace_size", s.TraceSize, cli.MinTraceSize, cli.MaxTraceSize, "")
 	c.Polling(s.Polling, s.MaxPoll)
 	if s.NSID == protocol.NSIDAll {
 		bad("nsid", "%d means all namespaces: name one (for example 1)", s.NSID)

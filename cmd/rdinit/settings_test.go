@@ -115,6 +115,7 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 		{"queues", "0", "1024", "-1", "1025"},
 		{"depth", "2", "1024", "1", "1025"},
 		{"buffer_memory", "1M", "64G", "1048575", "65G"},
+		{"trace_size", "1M", "1T", "0", "2T"},
 		{"max_clients", "1", "1048576", "0", "1048577"},
 		{"client_memory", "4K", "1T", "4095", "2T"},
 		{"spill_memory", "0", "1T", "", "2T"},

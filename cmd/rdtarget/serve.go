@@ -169,7 +169,7 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 	}()
 	closer := func(f func()) { closers = append(closers, f) }
 
-	if sv.trace, err = env.OpenTrace(s.Trace); err != nil {
+	if sv.trace, err = env.OpenTrace(s.Trace, int64(s.TraceSize)); err != nil {
 		return err
 	}
 	if sv.trace != nil {

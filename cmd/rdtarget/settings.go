@@ -51,7 +51,8 @@ type settings struct {
 		Format string `mapstructure:"format"`
 	} `mapstructure:"log"`
 
-	Trace string `mapstructure:"trace"`
+	Trace     string      `mapstructure:"trace"`
+	TraceSize config.Size `mapstructure:"trace_size"`
 
 	Workers      int           `mapstructure:"workers"`
 	PinCPUs      []int         `mapstructure:"pin_cpus"`
@@ -117,6 +118,8 @@ func defaultSettings() *settings {
 		Provider:        provider.Auto,
 		CRC:             "auto",
 		ShutdownTimeout: 10 * time.Second,
+
+		TraceSize: cli.DefaultTraceSize,
 
 		Polling:      "adaptive",
 		MaxPoll:      50 * time.Microsecond,
@@ -228,6 +231,7 @@ func (s *settings) Validate() error {
 		word, rest, _ := strings.Cut(err.Error(), ": ")
 		bad("log."+word, "%s", rest)
 	}
+	config.Between(c, "trace_size", s.TraceSize, cli.MinTraceSize, cli.MaxTraceSize, "")
 	c.Polling(s.Polling, s.MaxPoll)
 	for _, cpu := range s.PinCPUs {
 		if cpu < 0 || cpu > 1023 {

@@ -182,6 +182,7 @@ func TestRangesAreTheLibrarys(t *testing.T) {
 		{"max_io", "8K", "8M", "4K", "16M", ""},
 		{"buffer_memory", "2M", "1T", "2097151", "1099511627777", ""},
 		{"buffer_memory", "16M", "1T", "8M", "2T", "max_io=8M"},
+		{"trace_size", "1M", "1T", "1048575", "2T", ""},
 		{"executors", "0", "4096", "-1", "4097", ""},
 		{"read_depth", "1", "128", "0", "129", ""},
 		{"max_controllers", "1", "65519", "0", "65520", ""},

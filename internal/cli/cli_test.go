@@ -220,7 +220,7 @@ func TestTraceToAPipe(t *testing.T) {
 	results := make(chan result, 1)
 	env := &Env{}
 	go func() {
-		w, err := env.OpenTrace(pipe)
+		w, err := env.OpenTrace(pipe, DefaultTraceSize)
 		results <- result{w, err}
 	}()
 	select {
@@ -236,7 +236,7 @@ func TestTraceToAPipe(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer reader.Close()
-	w, err := env.OpenTrace(pipe)
+	w, err := env.OpenTrace(pipe, DefaultTraceSize)
 	if err != nil {
 		t.Fatal(err)
 	}

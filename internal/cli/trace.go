@@ -5,9 +5,10 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"os"
 	"strings"
 	"syscall"
+
+	"rdblk/internal/logfile"
 
 	"github.com/spf13/pflag"
 )
@@ -21,18 +22,24 @@ func TraceFlag(fs *pflag.FlagSet) {
 	fs.Lookup("trace").NoOptDefVal = TraceStderr
 }
 
+// Bounds of the setting trace_size, and its default.
+const (
+	MinTraceSize     = logfile.MinSize
+	MaxTraceSize     = 1 << 40
+	DefaultTraceSize = 256 << 20
+)
+
 // OpenTrace opens the destination of a trace as a user names it: "" none (nil is
-// returned), [TraceStderr], or a file, which is made with mode 0600, since it tells who uses what,
-// or appended to.
-func (e *Env) OpenTrace(dest string) (io.WriteCloser, error) {
+// returned), [TraceStderr], or a [logfile.File] of up to so many bytes, with mode 0600, since
+// it tells who uses what.
+func (e *Env) OpenTrace(dest string, size int64) (io.WriteCloser, error) {
 	switch dest {
 	case "":
 		return nil, nil
 	case TraceStderr:
 		return unclosed{e.Stderr}, nil
 	}
-	// Without O_NONBLOCK the program would wait in open for somebody who reads a pipe.
-	f, err := os.OpenFile(dest, os.O_WRONLY|os.O_APPEND|os.O_CREATE|syscall.O_NONBLOCK, 0o600)
+	f, err := logfile.Open(dest, size)
 	if errors.Is(err, syscall.ENXIO) {
 		return nil, fmt.Errorf("trace: open %s: nobody reads this pipe (start the reader first)", dest)
 	}

@@ -15,8 +15,12 @@ import (
 	"testing"
 	"time"
 
+	"rdblk/internal/logfile"
 	"rdblk/protocol"
 )
+
+// What is written at once fits into a file with the least bound.
+var _ [logfile.MinSize - BufferSize]struct{}
 
 var update = flag.Bool("update", false, "write testdata anew")
 

@@ -85,22 +85,27 @@ func newAttachCommand(env *cli.Env) *cli.Command {
 			if err := config.Load(s, source(env, fs, keys, *cfgFile, args)); err != nil {
 				return cli.Usage(err)
 			}
-			var missing []error
-			if s.Address == "" {
-				missing = append(missing, errNoAddress)
-			}
-			if s.Socket == "" && s.Device == "" {
-				missing = append(missing, errors.New("say how to attach: --device auto (or /dev/nbdN), or --socket PATH for NBD clients"))
-			}
-			if len(missing) > 0 {
-				return cli.Usage(errors.Join(missing...))
-			}
-			if s.Socket != "" && s.Device != "" {
-				return cli.Usagef("--device and --socket exclude each other (settings device %q, socket %q)", s.Device, s.Socket)
+			if err := s.complete(); err != nil {
+				return cli.Usage(err)
 			}
 			return attach(ctx, env, s)
 		},
 	}
+}
+
+// complete says what is missing to attach, or one too many.
+func (s *settings) complete() error {
+	var errs []error
+	if s.Address == "" {
+		errs = append(errs, errNoAddress)
+	}
+	switch {
+	case s.Socket == "" && s.Device == "":
+		errs = append(errs, errors.New("say how to attach: --device auto (or /dev/nbdN), or --socket PATH for NBD clients"))
+	case s.Socket != "" && s.Device != "":
+		errs = append(errs, fmt.Errorf("--device and --socket exclude each other (settings device %q, socket %q)", s.Device, s.Socket))
+	}
+	return errors.Join(errs...)
 }
 
 // An attachment is one run of attach.

@@ -73,7 +73,7 @@ func file(t *testing.T) blockdev.Device {
 }
 
 func TestHelpTexts(t *testing.T) {
-	for _, c := range []string{"", "discover", "attach", "detach", "list", "status", "bench", "devices", "version"} {
+	for _, c := range []string{"", "discover", "attach", "detach", "list", "status", "bench", "check-config", "devices", "version"} {
 		code, out, errw := clitest.Do(t, newProgram, nil, strings.Fields("help "+c)...)
 		if code != 0 || errw != "" {
 			t.Errorf("help %s: exit %d, %q", c, code, errw)
@@ -169,6 +169,8 @@ func TestRefusals(t *testing.T) {
 		{"detach x --run-dir " + dir, nil, 1, []string{`"x": nothing is attached`}},
 		{"list more", nil, 2, []string{"unexpected argument"}},
 		{"status -o xml", nil, 2, []string{"neither text nor json"}},
+		{"check-config", nil, 2, []string{"name one file"}},
+		{"check-config a b", nil, 2, []string{"name one file"}},
 		{"bench " + addr + " --nsid 1 --rw sideways", nil, 2, []string{"none of read, write, randread, randwrite"}},
 		{"bench " + addr + " --nsid 1 --rw randwrite", nil, 2, []string{"destroys", "--destroy-data"}},
 		{"bench " + addr + " --nsid 1 --bs 1000", nil, 2, []string{"multiple of the device's block size"}},

@@ -33,6 +33,7 @@ func newProgram(env *cli.Env) *cli.Program {
 			newListCommand(env),
 			newStatusCommand(env),
 			newBenchCommand(env),
+			newCheckConfigCommand(env),
 			newDevicesCommand(env),
 			newVersionCommand(env),
 		},

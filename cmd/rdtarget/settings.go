@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
 
@@ -462,21 +460,13 @@ func (s *settings) checkTwice() error {
 
 // checkLocal finds addresses to listen at that this machine does not have.
 func (s *settings) checkLocal(ctx context.Context) error {
-	addrs, err := net.InterfaceAddrs()
-	if err != nil {
-		return nil // cannot be told
-	}
 	var errs []error
 	for _, l := range s.Listen {
 		a, err := cli.ResolveAddr(ctx, l, cli.DefaultPort)
-		if err != nil || a.Addr().IsUnspecified() || a.Addr().IsLoopback() {
+		if err != nil {
 			continue // listenAddrs says so
 		}
-		if !slices.ContainsFunc(addrs, func(x net.Addr) bool {
-			n, ok := x.(*net.IPNet)
-			ip, ok2 := netip.AddrFromSlice(n.IP)
-			return ok && ok2 && ip.Unmap() == a.Addr().WithZone("")
-		}) {
+		if cli.LacksAddr(a.Addr()) {
 			errs = append(errs, fmt.Errorf("listen: %s: %w", l, cli.WithAdvice(unix.EADDRNOTAVAIL, cli.ListenAdvice(unix.EADDRNOTAVAIL, a, "listen"))))
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -33,6 +34,22 @@ func WithAdvice(err error, advice string) error {
 		return err
 	}
 	return fmt.Errorf("%w (%s)", err, advice)
+}
+
+// LacksAddr tells whether this machine does not have the address. If that cannot be told it has it.
+func LacksAddr(a netip.Addr) bool {
+	addrs, err := net.InterfaceAddrs()
+	if err != nil || a.IsUnspecified() || a.IsLoopback() { // all of 127.0.0.0/8 is there with its first address
+		return false
+	}
+	return !slices.ContainsFunc(addrs, func(x net.Addr) bool {
+		n, ok := x.(*net.IPNet)
+		if !ok {
+			return false
+		}
+		ip, ok := netip.AddrFromSlice(n.IP)
+		return ok && ip.Unmap() == a.Unmap().WithZone("")
+	})
 }
 
 // localAddrs lists this machine's addresses, at most a dozen.

@@ -189,6 +189,7 @@ func TestUsage(t *testing.T) {
 		{"rdtarget serve --listen 0.0.0.0 mem:1M", 2, "--allow-any-host"},
 		{"rdtarget check-config /nonexistent", 2, "no such file"},
 		{"rdinit", 2, "Usage: rdinit COMMAND"},
+		{"rdinit check-config /nonexistent", 2, "no such file"},
 		{"rdinit attach 127.0.0.1", 2, "--socket"},
 		{"rdinit attach 127.0.0.1:1 --socket /tmp/never.sock", 1, "refused"},
 		{"rdinit atach", 2, `no command "atach"`},
@@ -200,9 +201,9 @@ func TestUsage(t *testing.T) {
 			t.Errorf("%s: exit %d, stdout %q, stderr %q", c.args, code, out, errw)
 		}
 	}
-	for _, name := range []string{"../../configs/rdtarget.yaml"} {
-		if code, out, errw := do(t, "rdtarget", "check-config", name); code != 0 || !strings.Contains(out, "good") {
-			t.Errorf("%s: exit %d, %q, %q", name, code, out, errw)
+	for _, program := range []string{"rdtarget", "rdinit"} {
+		if code, out, errw := do(t, program, "check-config", "../../configs/"+program+".yaml"); code != 0 || !strings.Contains(out, "good") {
+			t.Errorf("%s: exit %d, %q, %q", program, code, out, errw)
 		}
 	}
 }

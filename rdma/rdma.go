@@ -166,7 +166,8 @@ const (
 )
 
 // A SendWR is a send queue work request. The provider copies it, SGL included;
-// the memory that the SGL names is the provider's until completion.
+// the memory that the SGL names is the provider's until completion. With an SGL of no
+// bytes RemoteAddr and RKey of a Write or Read are arbitrary, nobody looks at them.
 type SendWR struct {
 	ID             uint64
 	Op             Opcode

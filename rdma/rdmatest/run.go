@@ -33,6 +33,7 @@ func WithAddr(a netip.Addr) Option { return func(o *options) { o.addr = a } }
 //	WindowRights/ATTEMPT          one of its attempts ("WindowRights/Read over the end")
 //	RemoteKeysRead/ATTEMPT        one of its attempts ("RemoteKeysRead/right missing")
 //	RemoteKeysRead/status         a refused Read may come back flushed
+//	ZeroLengthSkipsKeys/OP, KEY   one of its attempts ("ZeroLengthSkipsKeys/Write, stale key")
 //	SendInvalidateForeign/TARGET  one of what a peer must not invalidate ("SendInvalidateForeign/registered memory")
 //	RandomTraffic/both ways       one side reads only
 //	Depths/lowered                Accept may serve more Reads than it was told to, up to what was asked for

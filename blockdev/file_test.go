@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -22,10 +21,10 @@ import (
 	"rdblk/internal/envtest"
 )
 
-func logged(o *blockdev.Options) *bytes.Buffer {
-	var b bytes.Buffer
-	o.Logger = slog.New(slog.NewTextHandler(&b, nil))
-	return &b
+func logged(o *blockdev.Options) *envtest.Log {
+	log := new(envtest.Log)
+	o.Logger = log.Logger()
+	return log
 }
 
 func TestOpenErrorsSayWhatToDo(t *testing.T) {

@@ -192,7 +192,11 @@ func (f *fakeTarget) set(fn func()) {
 
 // fence ends what is left of an older association of the same host, so that nothing of
 // it happens later.
-func (f *fakeTarget) fence(me *fakeConn, host protocol.UUID) {
+func (f *fakeTarget) fence(me *fakeConn, host protocol.UUID) error {
+	deadline := time.NewTimer(time.Minute)
+	defer deadline.Stop()
+	tick := time.NewTicker(100 * time.Microsecond)
+	defer tick.Stop()
 	for {
 		others := 0
 		f.set(func() {
@@ -204,9 +208,14 @@ func (f *fakeTarget) fence(me *fakeConn, host protocol.UUID) {
 			}
 		})
 		if others == 0 {
-			return
+			return nil
 		}
-		time.Sleep(100 * time.Microsecond)
+		select {
+		case <-tick.C:
+		case <-deadline.C:
+			f.t.Errorf("fake target: %d connections of the old association do not end", others)
+			return errFakeKilled
+		}
 	}
 }
 
@@ -549,7 +558,9 @@ func (k *fakeCommand) fabrics() error {
 			k.cntlid = d.CNTLID
 			return k.respond(0, uint64(d.CNTLID))
 		}
-		f.fence(k.fakeConn, d.HOSTID)
+		if err := f.fence(k.fakeConn, d.HOSTID); err != nil {
+			return err
+		}
 		f.mu.Lock()
 		f.nextCtrl++
 		k.fakeConn.cntlid = f.nextCtrl

@@ -3,6 +3,7 @@ package nbd
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"log/slog"
 	"net"
@@ -153,11 +154,8 @@ func (k *fakeKernel) probe(index, i int) error {
 			_, err := c.ReadReply()
 			return err
 		}
-		for again := false; !again; {
-			time.Sleep(time.Millisecond)
-			k.mu.Lock()
-			again = len(k.bindings) > 1
-			k.mu.Unlock()
+		if !within(patience, func() bool { return len(k.asked()) > 1 }) {
+			return fmt.Errorf("no new sockets within %v", patience)
 		}
 	}
 }

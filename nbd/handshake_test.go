@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"regexp"
 	"runtime"
 	"strings"
 	"syscall"
@@ -215,7 +216,7 @@ func TestHandshakeViolations(t *testing.T) {
 		if _, err := nc.Write(c.send); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 			t.Errorf("%s: %v", c.name, err)
 		}
-		eventually(t, c.name+": a log line with "+c.log, func() bool { return strings.Contains(s.log.String(), c.log) })
+		s.log.Await(t, regexp.QuoteMeta(c.log))
 		nc.Close()
 	}
 	if n := s.Stats().HandshakesFailed; n != 6 {

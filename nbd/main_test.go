@@ -14,11 +14,11 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/pprof"
-	"sync"
 	"testing"
 	"time"
 
 	"rdblk/blockdev"
+	"rdblk/internal/envtest"
 	"rdblk/nbd/nbdtest"
 )
 
@@ -135,30 +135,13 @@ func fill(r *rand.Rand, b []byte) {
 type testServer struct {
 	*Server
 	path string
-	log  *logBuffer
-}
-
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
+	log  *envtest.Log
 }
 
 // serve starts a server; dev becomes its default export if cfg has none.
 func serve(t testing.TB, dev blockdev.Device, mod ...func(*Config)) *testServer {
 	t.Helper()
-	log := &logBuffer{}
+	log := &envtest.Log{}
 	cfg := Config{Logger: slog.New(slog.NewTextHandler(io.MultiWriter(log, testWriter{t}), &slog.HandlerOptions{Level: slog.LevelDebug}))}
 	if dev != nil {
 		cfg.Exports = []Export{{Device: dev}}

@@ -406,7 +406,7 @@ func TestWrongMagicEnds(t *testing.T) {
 	if err := c.AtEnd(); err != nil {
 		t.Error(err)
 	}
-	eventually(t, "a log line", func() bool { return strings.Contains(s.log.String(), "wrong magic number") })
+	s.log.Await(t, "wrong magic number")
 	do(t, other, 0, nbdtest.CmdRead, 0, 512, nil, 0)
 }
 

@@ -1,13 +1,14 @@
 package protocol
 
 import (
-	"encoding/hex"
 	"flag"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"rdblk/internal/envtest"
 )
 
 var updateKernel = flag.Bool("update-kernel", false, "write testdata/kernel/descriptions.txt anew")
@@ -15,24 +16,10 @@ var updateKernel = flag.Bool("update-kernel", false, "write testdata/kernel/desc
 // What the Linux kernel's host and target said to each other (testdata/kernel)
 // reads as it should, and our builders make the same bytes.
 
-// captured reads a file of testdata/kernel: hexadecimal, with comments.
+// captured reads a file of testdata/kernel.
 func captured(t *testing.T, name string) []byte {
 	t.Helper()
-	text, err := os.ReadFile("testdata/kernel/" + name + ".hex")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var digits strings.Builder
-	for line := range strings.Lines(string(text)) {
-		if !strings.HasPrefix(line, "#") {
-			digits.WriteString(strings.TrimSpace(line))
-		}
-	}
-	b, err := hex.DecodeString(digits.String())
-	if err != nil || len(b) == 0 {
-		t.Fatalf("%s: %d bytes, %v", name, len(b), err)
-	}
-	return b
+	return envtest.Hex(t, "testdata/kernel/"+name+".hex")
 }
 
 // TestKernelCapsules: every captured capsule and completion on one line. The text

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"rdblk/internal/arena"
+	"rdblk/internal/envtest"
 	"rdblk/protocol"
 	"rdblk/rdma"
 	"rdblk/rdma/iwarp"
@@ -288,7 +289,7 @@ func TestDeviceRemoved(t *testing.T) {
 
 // A listener that fails is asked again, and its failure told once; with it when it works again.
 func TestListenerThatFails(t *testing.T) {
-	var log lockedBuffer
+	var log envtest.Log
 	r := newRig(t, Config{Workers: 1, Logger: slog.New(slog.NewTextHandler(&log, nil))}, memDevice(t, 1<<20))
 	a := newAdapter(r.nic, func(*rdma.DeviceInfo) {})
 	var asked atomic.Int32
@@ -301,7 +302,7 @@ func TestListenerThatFails(t *testing.T) {
 	a.breakAccept(nil)
 	s := r.attach(sessionOptions{queues: 1})
 	s.io[0].ok(s.io[0].rw(protocol.OpRead, 0, 4096, 0, 0))
-	eventually(t, "the log to say that it works", func() bool { return strings.Contains(log.String(), "listening again") })
+	log.Await(t, "listening again")
 }
 
 // countedError counts how often it was looked at.
@@ -370,22 +371,4 @@ func TestTwoProvidersAtOneAddress(t *testing.T) {
 	if len(st.Listeners) != 1 || !slices.Equal(st.Listening, want) {
 		t.Errorf("%q, %+v", st.Listeners, st.Listening)
 	}
-}
-
-// lockedBuffer takes the log of several goroutines.
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }

@@ -397,23 +397,37 @@ func TestReloadAddsAndRemovesNamespaces(t *testing.T) {
 	}
 }
 
-// What a reload takes out is out when the order to stop comes, be it in the same moment: the
-// device is not closed under a target that uses it, and nothing is reported lost.
-func TestStopRightAfterReload(t *testing.T) {
+// reloadable is a program whose namespaces a test changes: write puts them into its file, start starts it with them.
+// img is a file of 1 MiB that may be one.
+func reloadable(t *testing.T, settings string) (write func(ns string), start func(ns string) *clitest.Run, img string) {
+	t.Helper()
 	dir := clitest.Dir(t)
 	cfg, img := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a")
 	if err := os.WriteFile(img, make([]byte, 1<<20), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	write := func(ns string) {
-		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\nnamespaces: ["+ns+"]\n"), 0o600); err != nil {
+	write = func(ns string) {
+		t.Helper()
+		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\n"+settings+"namespaces: ["+ns+"]\n"), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for range 20 {
-		write(img)
+	start = func(ns string) *clitest.Run {
+		t.Helper()
+		write(ns)
 		r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", filepath.Join(dir, "run"))
 		r.Out.Await(t, "serving")
+		return r
+	}
+	return write, start, img
+}
+
+// What a reload takes out is out when the order to stop comes, be it in the same moment: the
+// device is not closed under a target that uses it, and nothing is reported lost.
+func TestStopRightAfterReload(t *testing.T) {
+	write, start, img := reloadable(t, "")
+	for range 20 {
+		r := start(img)
 		write("'null:1M'")
 		r.Signal(unix.SIGHUP)
 		r.Signal(unix.SIGTERM)
@@ -426,19 +440,8 @@ func TestStopRightAfterReload(t *testing.T) {
 // A device that was opened and could not be served leaves nothing: another server may have it
 // by the time this one ends, and must find the files of its losses untouched.
 func TestNotAddedLeavesNothing(t *testing.T) {
-	dir := clitest.Dir(t)
-	cfg, img := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a")
-	if err := os.WriteFile(img, make([]byte, 1<<20), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	write := func(ns string) {
-		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\nmax_io: 8k\nnamespaces: ["+ns+"]\n"), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	write("'null:1M'")
-	r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", filepath.Join(dir, "run"))
-	r.Out.Await(t, "serving")
+	write, start, img := reloadable(t, "max_io: 8k\n")
+	r := start("'null:1M'")
 	write("'null:1M', {path: '" + img + "', block_size: 64K}")
 	r.Signal(unix.SIGHUP)
 	r.Err.Await(t, `msg="namespace is not added"`)
@@ -463,16 +466,7 @@ func TestNotAddedLeavesNothing(t *testing.T) {
 // Storage that does not answer when a device is opened keeps nobody from stopping the program,
 // nor from reloading again; what is opened late is closed.
 func TestReloadWhileOpeningHangs(t *testing.T) {
-	dir := clitest.Dir(t)
-	cfg, img := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a")
-	if err := os.WriteFile(img, make([]byte, 1<<20), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	write := func(ns string) {
-		if err := os.WriteFile(cfg, []byte("listen: ['127.0.0.1:0']\nworkers: 1\nnamespaces: ["+ns+"]\n"), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
+	write, start, img := reloadable(t, "")
 	thaw, opening := make(chan struct{}), make(chan struct{}, 8)
 	opened := make(chan blockdev.Device, 8)
 	oldOpen, oldPatience := openDevice, openPatience
@@ -488,9 +482,7 @@ func TestReloadWhileOpeningHangs(t *testing.T) {
 		return d, err
 	}
 	serve := func() *clitest.Run {
-		write("'null:1M'")
-		r := clitest.Start(newProgram, nil, "serve", "--config", cfg, "--run-dir", filepath.Join(dir, "run"))
-		r.Out.Await(t, "serving")
+		r := start("'null:1M'")
 		write("'null:1M', " + img)
 		return r
 	}

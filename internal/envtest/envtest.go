@@ -1,4 +1,5 @@
-// Package envtest decides what a test does where it cannot run.
+// Package envtest helps tests: what they do where they cannot run, what they log, and
+// what others have captured for them.
 package envtest
 
 import (

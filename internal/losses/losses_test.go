@@ -12,16 +12,17 @@ import (
 	"testing"
 
 	"rdblk/blockdev"
+	"rdblk/internal/envtest"
 )
 
 var errTest = errors.New("the disk is full")
 
-func open(t *testing.T, dir, key string) (*Counter, *bytes.Buffer) {
+func open(t *testing.T, dir, key string) (*Counter, *envtest.Log) {
 	t.Helper()
-	var b bytes.Buffer
-	c := Open(dir, key, slog.New(slog.NewTextHandler(&b, nil)))
+	log := new(envtest.Log)
+	c := Open(dir, key, log.Logger())
 	t.Cleanup(func() { c.Close() })
-	return c, &b
+	return c, log
 }
 
 func want(t *testing.T, c *Counter, n uint64) {

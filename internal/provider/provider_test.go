@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"rdblk/internal/envtest"
 	"rdblk/rdma"
 	"rdblk/rdma/iwarp"
 )
@@ -51,7 +52,7 @@ var (
 	addrs = []netip.Addr{addr("127.0.0.1"), addr("10.0.0.1"), addr("10.0.1.1"), addr("192.168.0.1"), addr("::1"), addr("fd00::1")}
 )
 
-func newTest(t *testing.T, mode string, n *nic, change func(*machine)) (*Chooser, *bytes.Buffer, error) {
+func newTest(t *testing.T, mode string, n *nic, change func(*machine)) (*Chooser, *envtest.Log, error) {
 	t.Helper()
 	m := machine{
 		verbs:   func(*slog.Logger) (rdma.Provider, error) { return n, nil },
@@ -62,9 +63,9 @@ func newTest(t *testing.T, mode string, n *nic, change func(*machine)) (*Chooser
 	if change != nil {
 		change(&m)
 	}
-	var log bytes.Buffer
-	c, err := newChooser(Config{Mode: mode, Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, m)
-	return c, &log, err
+	log := new(envtest.Log)
+	c, err := newChooser(Config{Mode: mode, Logger: log.Logger()}, m)
+	return c, log, err
 }
 
 func TestEndpoints(t *testing.T) {

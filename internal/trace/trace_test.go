@@ -2,7 +2,6 @@ package trace
 
 import (
 	"bytes"
-	"encoding/hex"
 	"errors"
 	"flag"
 	"fmt"
@@ -15,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"rdblk/internal/envtest"
 	"rdblk/internal/logfile"
 	"rdblk/protocol"
 )
@@ -38,21 +38,7 @@ func fixed() func() time.Time {
 // kernel reads one of the kernel's own messages.
 func kernel(t *testing.T, name string) []byte {
 	t.Helper()
-	text, err := os.ReadFile("../../protocol/testdata/kernel/" + name + ".hex")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var digits strings.Builder
-	for line := range strings.Lines(string(text)) {
-		if !strings.HasPrefix(line, "#") {
-			digits.WriteString(strings.TrimSpace(line))
-		}
-	}
-	b, err := hex.DecodeString(digits.String())
-	if err != nil || len(b) == 0 {
-		t.Fatalf("%s: %d bytes, %v", name, len(b), err)
-	}
-	return b
+	return envtest.Hex(t, "../../protocol/testdata/kernel/"+name+".hex")
 }
 
 // TestKernelConnect traces what the Linux kernel's host and target said when they

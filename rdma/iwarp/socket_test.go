@@ -9,12 +9,12 @@ import (
 	"net"
 	"net/netip"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"rdblk/internal/envtest"
 	"rdblk/rdma"
 	"rdblk/rdma/rdmatest"
 )
@@ -241,7 +241,7 @@ type wildcard struct {
 func (w wildcard) Addr() netip.AddrPort { return netip.AddrPortFrom(w.addr, w.Listener.Addr().Port()) }
 
 func TestStats(t *testing.T) {
-	var log lockedBuffer
+	var log envtest.Log
 	p := newProvider(t, Config{Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))})
 	s := rdmatest.NewSuite(t, p, loopback)
 	pair := s.Connect(nil, nil, rdmatest.PairConfig{}, nil, func(b *rdmatest.End) { b.PostRecv(t, 1, 0, 64) })
@@ -278,26 +278,9 @@ func TestStats(t *testing.T) {
 	}
 }
 
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
 // TestWarnIsRateLimited: strangers do not fill the log.
 func TestWarnIsRateLimited(t *testing.T) {
-	var log lockedBuffer
+	var log envtest.Log
 	p := newProvider(t, Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	for range 1000 {
 		p.dev.warn("stranger")

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -15,13 +14,13 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"rdblk/internal/envtest"
 	"rdblk/rdma"
 	"rdblk/rdma/rdmatest"
 )
@@ -87,33 +86,6 @@ func run(t testing.TB, name string, args ...string) string {
 		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
 	}
 	return string(out)
-}
-
-// logbook keeps what is logged.
-type logbook struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logbook) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logbook) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
-func (l *logbook) logger() *slog.Logger {
-	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug}))
-}
-
-func (l *logbook) wait(t testing.TB, text string) {
-	t.Helper()
-	rdmatest.Until(t, fmt.Sprintf("%q in the log", text), func() { time.Sleep(time.Millisecond) }, func() bool { return strings.Contains(l.String(), text) })
 }
 
 func closed(c <-chan struct{}) func() bool {
@@ -397,8 +369,8 @@ func (roundT) Cleanup(func()) {}
 // Failures are told by asynchronous events where the device has them, and a port that goes down and up again is told.
 func TestAsynchronousEvents(t *testing.T) {
 	a := address(t)
-	var log logbook
-	p := provider(t, Config{Logger: log.logger()})
+	var log envtest.Log
+	p := provider(t, Config{Logger: log.Logger()})
 	s := rdmatest.NewSuite(t, p, a)
 	info := here(t, p, a)
 	netdev := netdevOf(t, info.Name)
@@ -413,12 +385,12 @@ func TestAsynchronousEvents(t *testing.T) {
 		if err := pair.Ended(pair.B); !errors.Is(err, rdma.ErrProtocol) {
 			t.Errorf("end after a Write to memory that is not open: %v", err)
 		}
-		log.wait(t, `event="a request of the peer is not allowed"`)
+		log.Await(t, `event="a request of the peer is not allowed"`)
 		pair.Ended(pair.A)
 	}
 	pair := s.Connect(nil, nil, rdmatest.PairConfig{}, func(e *rdmatest.End) { e.PostRecv(t, 1, 0, 64) }, func(e *rdmatest.End) { e.PostRecv(t, 1, 0, 64) })
 	run(t, "ip", "link", "set", netdev, "down")
-	log.wait(t, `msg="RDMA port is down"`)
+	log.Await(t, `msg="RDMA port is down"`)
 	if isSiw(p, info) { // it ends its connections
 		pair.Ended(pair.A)
 		pair.Ended(pair.B)
@@ -429,7 +401,7 @@ func TestAsynchronousEvents(t *testing.T) {
 		}
 	}
 	run(t, "ip", "link", "set", netdev, "up")
-	log.wait(t, `msg="RDMA port is up"`)
+	log.Await(t, `msg="RDMA port is up"`)
 	rdmatest.Until(t, "the device to be active", func() { time.Sleep(10 * time.Millisecond) }, func() bool { return strings.Contains(run(t, "rdma", "link", "show", info.Name+"/1"), "state ACTIVE") })
 	again(t, p, a)
 	if !isSiw(p, info) { // it has lost nothing but time
@@ -479,8 +451,8 @@ func netdevOf(t testing.TB, dev string) string {
 // be closed, the kernel gets the device back, and one that is added afterwards works.
 func TestDeviceRemoval(t *testing.T) {
 	a := address(t)
-	var log logbook
-	p := provider(t, Config{Logger: log.logger()})
+	var log envtest.Log
+	p := provider(t, Config{Logger: log.Logger()})
 	info := here(t, p, a)
 	netdev, kind := netdevOf(t, info.Name), "rxe"
 	if isSiw(p, info) {
@@ -644,7 +616,7 @@ func TestDeviceRemoval(t *testing.T) {
 	if n := <-ended; n == 0 {
 		t.Error("the old listener has not noticed")
 	}
-	log.wait(t, `msg="RDMA device was removed"`)
+	log.Await(t, `msg="RDMA device was removed"`)
 }
 
 // child starts this program again as a peer that TestMain's caller kills.

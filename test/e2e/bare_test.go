@@ -80,7 +80,7 @@ func TestWithoutRDMACore(t *testing.T) {
 		t.Errorf("verbs: %v\n%s", err, out)
 	}
 	srv := inside("/rdtarget", "serve", "--listen", "127.0.0.1:0", "mem:16M")
-	var ready, log buffer
+	var ready, log envtest.Log
 	srv.Stdout, srv.Stderr = &ready, &log
 	if err := srv.Start(); err != nil {
 		t.Fatal(err)
@@ -88,9 +88,7 @@ func TestWithoutRDMACore(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- srv.Wait() }()
 	t.Cleanup(func() { srv.Process.Kill() })
-	line := regexp.MustCompile(`on (127\.0\.0\.1:\d+) \(iwarp\)`)
-	eventually(t, "rdtarget is ready", func() bool { return line.MatchString(ready.String()) })
-	addr := line.FindStringSubmatch(ready.String())[1]
+	addr := ready.Await(t, `on (127\.0\.0\.1:\d+) \(iwarp\)`)[1]
 	out, err = inside("/rdinit", "bench", addr, "--queues", "1", "--runtime", "200ms").CombinedOutput()
 	if err != nil || !bytes.Contains(out, []byte("IOPS")) {
 		t.Errorf("bench: %v\n%s", err, out)

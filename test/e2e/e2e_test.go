@@ -170,7 +170,7 @@ func TestDeviceGrowsUnderAnAttachment(t *testing.T) {
 	}
 	flushFails(t, "the client", c)
 	p.Process.Signal(syscall.SIGHUP)
-	p.await(t, `msg="sizes of the devices"`)
+	p.log.Await(t, `msg="sizes of the devices"`)
 	if got := a.status(); got.Size != 48*MiB || got.State != "live" {
 		t.Errorf("after a shrink: %+v", got)
 	}
@@ -331,7 +331,7 @@ func TestSecondSignalCuts(t *testing.T) {
 	}
 	p.kill(t)
 	a.Process.Signal(syscall.SIGTERM)
-	a.await(t, "msg=stopping")
+	a.log.Await(t, "msg=stopping")
 	timer := time.NewTimer(500 * time.Millisecond) // less would be the same order
 	<-timer.C
 	if code, took := a.end(t, syscall.SIGTERM); code != 1 || took > 5*time.Second {

@@ -461,7 +461,7 @@ func TestHostList(t *testing.T) {
 	}
 	write("nqn.2026-11.io.rdblk:somebody-else, " + host)
 	p.Process.Signal(syscall.SIGHUP)
-	p.await(t, "msg=reloaded hosts=2")
+	p.log.Await(t, "msg=reloaded hosts=2")
 	if code, _, errw := do(t, "rdinit", attach...); code != 0 {
 		t.Errorf("after the reload: exit %d, %q", code, errw)
 	}

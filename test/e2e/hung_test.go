@@ -77,7 +77,7 @@ func TestStopWhileStorageHangs(t *testing.T) {
 	if err := p.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	p.await(t, `rdtarget: serve: (shut down: .*)`)
+	p.log.Await(t, `rdtarget: serve: (shut down: .*)`)
 	took := time.Since(begin)
 	t.Logf("given up after %v", took.Round(10*time.Millisecond))
 	if took > 12*time.Second { // 10 s, and a busy machine

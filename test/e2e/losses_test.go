@@ -50,7 +50,7 @@ func newLosingWorld(t *testing.T) *world {
 // recorded checks that the target counted a loss, and forgets it after the test.
 func recorded(t *testing.T, p *process) {
 	t.Helper()
-	file := p.await(t, `level=ERROR msg="writes may have been lost.* file=(\S+)`)[1]
+	file := p.log.Await(t, `level=ERROR msg="writes may have been lost.* file=(\S+)`)[1]
 	t.Cleanup(func() { os.Remove(file) })
 	if !strings.HasPrefix(file, "/run/rdblk/losses/") { // not in the run directory, which the next target need not share
 		t.Errorf("the count is at %s", file)

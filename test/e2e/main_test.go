@@ -16,10 +16,11 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"rdblk/internal/envtest"
 )
 
 // patience is how long a test waits for what must come. It is long because the
@@ -57,33 +58,15 @@ type process struct {
 	*exec.Cmd
 	name  string
 	ready string // its first line
-	log   *buffer
+	log   *envtest.Log
 	done  chan struct{}
-}
-
-// buffer can be written and read at the same time.
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
 }
 
 // start runs a program and waits for its ready line. prefix is put before it (ip netns exec …).
 func start(t testing.TB, prefix []string, name string, args ...string) *process {
 	t.Helper()
 	argv := append(append(append([]string(nil), prefix...), filepath.Join(bin, name)), args...)
-	p := &process{Cmd: exec.Command(argv[0], argv[1:]...), name: name, log: &buffer{}, done: make(chan struct{})}
+	p := &process{Cmd: exec.Command(argv[0], argv[1:]...), name: name, log: &envtest.Log{}, done: make(chan struct{})}
 	out, err := p.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -142,15 +125,6 @@ func (p *process) end(t testing.TB, sig os.Signal) (int, time.Duration) {
 func (p *process) kill(t testing.TB) {
 	t.Helper()
 	p.end(t, syscall.SIGKILL)
-}
-
-// await waits for a line in the log.
-func (p *process) await(t testing.TB, pattern string) []string {
-	t.Helper()
-	var m []string
-	re := regexp.MustCompile(pattern)
-	eventually(t, pattern+" in the log", func() bool { m = re.FindStringSubmatch(p.log.String()); return m != nil })
-	return m
 }
 
 // rss is the resident memory in bytes.
@@ -259,7 +233,7 @@ func (w *world) serve(flags ...string) *process {
 
 func httpOf(t testing.TB, p *process) string {
 	t.Helper()
-	return "http://" + p.await(t, `msg="http endpoint" addr=(\S+)`)[1]
+	return "http://" + p.log.Await(t, `msg="http endpoint" addr=(\S+)`)[1]
 }
 
 // An attachment is a running rdinit attach.
@@ -350,7 +324,7 @@ func metrics(t testing.TB, url string) map[string]float64 {
 // A command in the background whose output counts when it has ended.
 type background struct {
 	*exec.Cmd
-	out  buffer
+	out  envtest.Log
 	done chan error
 }
 

@@ -41,7 +41,7 @@ func TestTrace(t *testing.T) {
 	}
 	write("hosts: [nqn.2026-11.io.rdblk:a]\nnamespaces: [" + w.disk + ", " + more + "]\n")
 	p.Process.Signal(syscall.SIGHUP)
-	p.await(t, "msg=reloaded .*added=1")
+	p.log.Await(t, "msg=reloaded .*added=1")
 	if code, _ := p.end(t, syscall.SIGTERM); code != 0 {
 		t.Errorf("exit %d", code)
 	}

@@ -3,20 +3,18 @@
 package clitest
 
 import (
-	"bytes"
 	"context"
 	"flag"
 	"fmt"
 	"net"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"rdblk/internal/cli"
+	"rdblk/internal/envtest"
 )
 
 var update = flag.Bool("update", false, "write golden files instead of comparing with them")
@@ -24,53 +22,9 @@ var update = flag.Bool("update", false, "write golden files instead of comparing
 // timeout is how long a test waits for what must come.
 const timeout = 20 * time.Second
 
-// Output is a writer that can be waited on.
-type Output struct {
-	mu   sync.Mutex
-	buf  bytes.Buffer
-	news chan struct{}
-}
-
-// NewOutput makes an empty one.
-func NewOutput() *Output { return &Output{news: make(chan struct{})} }
-
-func (o *Output) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	close(o.news)
-	o.news = make(chan struct{})
-	return o.buf.Write(p)
-}
-
-func (o *Output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.buf.String()
-}
-
-// Await waits for a match and returns it with its groups.
-func (o *Output) Await(t testing.TB, pattern string) []string {
-	t.Helper()
-	re := regexp.MustCompile(pattern)
-	end := time.After(timeout)
-	for {
-		o.mu.Lock()
-		m, news := re.FindStringSubmatch(o.buf.String()), o.news
-		o.mu.Unlock()
-		if m != nil {
-			return m
-		}
-		select {
-		case <-news:
-		case <-end:
-			t.Fatalf("no %q in the output:\n%s", pattern, o)
-		}
-	}
-}
-
 // A Run is a command that runs.
 type Run struct {
-	Out, Err *Output
+	Out, Err *envtest.Log
 	signals  chan os.Signal
 	done     chan struct{}
 	code     int
@@ -78,7 +32,7 @@ type Run struct {
 
 // Start runs program(env) with args on a goroutine.
 func Start(program func(*cli.Env) *cli.Program, environ []string, args ...string) *Run {
-	r := &Run{Out: NewOutput(), Err: NewOutput(), signals: make(chan os.Signal, 8), done: make(chan struct{})}
+	r := &Run{Out: &envtest.Log{}, Err: &envtest.Log{}, signals: make(chan os.Signal, 8), done: make(chan struct{})}
 	env := &cli.Env{Stdout: r.Out, Stderr: r.Err, Environ: environ, Signals: r.signals}
 	go func() {
 		defer close(r.done)

@@ -6,10 +6,11 @@ import (
 	"encoding/hex"
 	"hash/crc32"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"rdblk/internal/envtest"
 )
 
 // pcapOf writes an Ethernet capture: each packet from the initiator (dir 0) or the responder.
@@ -179,7 +180,7 @@ func TestGolden(t *testing.T) {
 		"io-flush-capsule":                  {64, "flush"},
 		"discovery-get-log-70-1024-capsule": {64, "get-log-70-1024"},
 	} {
-		b := golden(t, filepath.Join("..", "..", "..", "protocol", "testdata", "kernel", name+".hex"))
+		b := envtest.Hex(t, filepath.Join("..", "..", "..", "protocol", "testdata", "kernel", name+".hex"))
 		if len(b) != want.size {
 			t.Errorf("%s: %d bytes, want %d", name, len(b), want.size)
 			continue
@@ -188,25 +189,6 @@ func TestGolden(t *testing.T) {
 			t.Errorf("%s: label %q", name, got)
 		}
 	}
-}
-
-func golden(t testing.TB, file string) []byte {
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var b []byte
-	for line := range strings.Lines(string(text)) {
-		if strings.HasPrefix(line, "#") {
-			continue
-		}
-		d, err := hex.DecodeString(strings.TrimSpace(line))
-		if err != nil {
-			t.Fatalf("%s: %v", file, err)
-		}
-		b = append(b, d...)
-	}
-	return b
 }
 
 func FuzzPcap(f *testing.F) {

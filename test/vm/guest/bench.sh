@@ -25,6 +25,7 @@ wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/rdtarget.txt"
 nvme_connect $A $k -i 2; kk=$NVME
 nvme_connect $A $o -i 2 -s 4421; ko=$NVME
 attach() { # PORT NQN: $DEV, $client
+	: >"$VM_OUT/ready.txt"
 	"$rdinit" attach $A:$1 --provider verbs --nqn $2 --queues 2 --device auto >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
 	wait_for 60 grep -q '^rdinit: attached' "$VM_OUT/ready.txt"
 	DEV=$(sed -n 's/^rdinit: attached .*: //p' "$VM_OUT/ready.txt")

@@ -340,6 +340,31 @@ func testUnsignalled(s *Suite) {
 	}
 }
 
+// testUnsignalledRead: the completion of a later request says that a Read in front of it is done, too.
+func testUnsignalledRead(s *Suite) {
+	t := s.T
+	const size = 300000
+	p := s.Connect(nil, nil, PairConfig{MemSize: 2 << 20}, nil, nil)
+	for round := range rounds(50, 15) {
+		fill(p.B.Mem[:size], uint64(round))
+		p.B.PostRecv(t, 1, 1<<20, 16)
+		behind := rdma.SendWR{ID: 3, Op: rdma.OpSend, Flags: rdma.FlagSignaled, SGL: []rdma.SGE{p.A.SGE(1<<20, 16)}}
+		p.A.Post(t, rdma.SendWR{ID: 1, Op: rdma.OpRead, SGL: []rdma.SGE{p.A.SGE(0, size)}, RemoteAddr: p.B.At(0), RKey: p.B.MR.RKey()},
+			rdma.SendWR{ID: 2, Op: rdma.OpWrite, SGL: []rdma.SGE{p.A.SGE(1<<20, 64)}, RemoteAddr: p.B.At(1 << 20), RKey: p.B.MR.RKey()}, behind)
+		if wc := p.WaitOK(p.A, 1)[0]; wc.ID != 3 {
+			t.Fatalf("%+v", wc)
+		}
+		if !bytes.Equal(p.A.Mem[:size], p.B.Mem[:size]) {
+			t.Fatalf("round %d: a Send completed before the Read in front of it", round)
+		}
+		p.WaitOK(p.B, 1)
+	}
+	p.Settle()
+	if l := p.A.Pending(); len(l) != 0 {
+		t.Fatalf("unsignalled requests completed: %+v", l)
+	}
+}
+
 // testRandomTraffic runs random batches of all operations both ways at once and
 // compares both memories with what they must be.
 func testRandomTraffic(s *Suite) {

@@ -88,6 +88,7 @@ var cases = []struct {
 	{"ReadWithoutDepth", testReadWithoutDepth},
 	{"Fence", testFence},
 	{"Unsignalled", testUnsignalled},
+	{"UnsignalledRead", testUnsignalledRead},
 	{"RandomTraffic", testRandomTraffic},
 	{"TwoQueues", testTwoQueues},
 	{"ManyQPs", testManyQPs},

@@ -194,7 +194,7 @@ func (c *cq) translate(w *C.struct_vb_wc, out *rdma.WC) bool {
 	}
 	if !r.recv {
 		out.ByteLen = s.length
-		return s.signaled
+		return s.signaled && !s.hidden
 	}
 	out.ByteLen = uint32(w.byte_len)
 	if w.wc_flags&c.dev.inv != 0 {
@@ -268,6 +268,10 @@ func (c *cq) emit(wc []rdma.WC) (n int) {
 				r.pop()
 			}
 			s := &r.slots[r.tail]
+			if s.hidden && s.status == rdma.StatusSuccess {
+				r.pop()
+				continue
+			}
 			wc[n] = rdma.WC{ID: s.id, QPNum: r.q.num, Status: s.status, Recv: r.recv}
 			if s.status == rdma.StatusSuccess {
 				wc[n].ByteLen = s.length

@@ -23,7 +23,8 @@ import (
 type entry struct {
 	id       uint64
 	length   uint32
-	signaled bool
+	signaled bool // the device tells when it is done
+	hidden   bool // and nobody asked for that
 	soft     bool // this package completes it, with status
 	held     bool // soft because the device completed it before what is in front of it
 	status   rdma.Status
@@ -385,6 +386,11 @@ func (q *qp) fillSend(wr *rdma.SendWR, i int) error {
 		return invalid("%v cannot be inline", wr.Op)
 	}
 	*s = entry{id: wr.ID, signaled: wr.Flags&rdma.FlagSignaled != 0}
+	if wr.Op == rdma.OpRead && q.dev.siw && !s.signaled {
+		// siw completes what is behind a Read before it. Who is told of that takes the Read for done.
+		flags |= 2
+		s.signaled, s.hidden = true, true
+	}
 	w.opcode = opcodes[wr.Op]
 	w.send_flags = flags
 	w.remote_addr, w.rkey, w.invalidate_rkey = C.uint64_t(wr.RemoteAddr), C.uint32_t(wr.RKey), 0

@@ -35,7 +35,8 @@ func WithAddr(a netip.Addr) Option { return func(o *options) { o.addr = a } }
 //	RemoteKeysRead/status         a refused Read may come back flushed
 //	ZeroLengthSkipsKeys/OP, KEY   one of its attempts ("ZeroLengthSkipsKeys/Write, stale key")
 //	SendInvalidateForeign/TARGET  one of what a peer must not invalidate ("SendInvalidateForeign/registered memory")
-//	RandomTraffic/both ways       one side reads only
+//	RandomTraffic/both wait       both sides read, but the send queue of one never waits for its Reads
+//	RandomTraffic/empty Reads     none of them
 //	Depths/lowered                Accept may serve more Reads than it was told to, up to what was asked for
 //	EndReasons                    a connection that ends because of a fault may end like an orderly one; all else
 //	                              about it is still tested

@@ -54,7 +54,8 @@ func exceptions(t *testing.T) map[string]string {
 			"Depths/lowered":               depth,
 			"EndReasons":                   "siw ends a connection for an unknown key or a missing receive without an asynchronous event (siw_proc_write, siw_proc_send), and for a received Terminate too (siw_proc_terminate)",
 			"RemoteKeysRead/right missing": "siw does not look at the right to read (siw_qp_sq_proc_tx: siw_check_sgl_tx with no rights)",
-			"RandomTraffic/both ways":      "siw serves no Reads while its send queue waits for Reads of its own, because of a fence or for want of depth, so that two sides can wait for each other (siw_init_rresp, siw_check_tx_fence)",
+			"RandomTraffic/both wait":      "siw serves no Reads while its send queue waits for Reads of its own, because of a fence or for want of depth, so that two sides can wait for each other (siw_init_rresp, siw_check_tx_fence; TestReadsWaitForEachOther)",
+			"RandomTraffic/empty Reads":    "siw answers an empty Read that had to wait with as many bytes as it has sent before (siw_activate_tx; TestEmptyReadBehindWrite)",
 			"RemoteKeysRead/status":        "siw flushes a Read that the peer refused, and does not say why (siw_proc_terminate)",
 		}
 	}

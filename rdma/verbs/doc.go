@@ -70,8 +70,9 @@
 //     from a peer that has one; rights, and keys of other connections, are checked.
 //   - siw lets a peer read all registered memory of the protection domain, also without AccessRemoteRead.
 //   - siw serves no Reads of its peer while its own send queue waits for Reads, because of a fence or because as many
-//     as ORD are outstanding. Two sides that read from each other can so wait for each other for ever (seen once; the
-//     explanation is its source). In NVMe over Fabrics only the target reads.
+//     as ORD are outstanding: two sides that both wait stand still for ever. In NVMe over Fabrics only the target reads.
+//   - siw answers an empty Read that had to wait with as many bytes as it has sent before, and the requester ends the
+//     connection.
 //   - siw, on the accepting side, serves as many Reads as were asked for, up to 128, whatever
 //     ConnParam.ResponderResources says.
 //   - siw ends a connection after an unknown key, a missing receive or a Terminate of the peer without an

@@ -176,10 +176,11 @@ func (s *stream) add(seq uint32, data []byte, pkt int) {
 		}
 		return
 	} else if d < 0 {
-		if int(-d) >= len(data) {
+		old := -int64(d) // of an int32 it would not be positive for the smallest of them
+		if old >= int64(len(data)) {
 			return
 		}
-		data = data[-d:]
+		data = data[old:]
 	}
 	s.data = append(s.data, data...)
 	s.next += uint32(len(data))

@@ -72,10 +72,6 @@ const (
 	lookWait = time.Second
 	// openIn begins what users says of them.
 	openIn = "open in process "
-
-	// socketBuffer is what fits into a socket pair in one direction, in bytes: some of the
-	// kernel's largest requests (128 KiB unless somebody raised max_sectors_kb).
-	socketBuffer = 1 << 20
 )
 
 // Errors of devices; match with errors.Is.
@@ -458,10 +454,7 @@ func (k *KernelDevice) link() (int, error) {
 		return -1, os.NewSyscallError("socketpair", err)
 	}
 	for _, fd := range fds {
-		// A smaller buffer does as well, only slower.
-		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, socketBuffer) != nil {
-			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, socketBuffer)
-		}
+		widen(fd, s.cfg.sendBuffer)
 	}
 	if err := unix.SetNonblock(fds[0], true); err != nil { // ours alone: the kernel's end has to block
 		unix.Close(fds[0])

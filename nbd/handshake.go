@@ -99,6 +99,9 @@ func (h *handshake) serve() {
 func (h *handshake) finish(ch *choice) error {
 	fd, err := takeDescriptor(h.nc)
 	if err == nil {
+		if _, ok := h.nc.(*net.UnixConn); ok { // TCP finds its own size
+			widen(fd, h.srv.cfg.sendBuffer)
+		}
 		err = h.srv.start(h, ch.dom, fd, ch.lim)
 	}
 	if err != nil {

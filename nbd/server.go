@@ -88,8 +88,9 @@ type Config struct {
 	// interface. NBD has no encryption and no authentication.
 	AllowRemote bool
 
-	tickPeriod    time.Duration // tests shorten these
+	tickPeriod    time.Duration // tests make these smaller
 	evacuateAfter time.Duration
+	sendBuffer    int
 }
 
 // Defaults and bounds of Config that commands name too.
@@ -128,6 +129,7 @@ func (c Config) withDefaults() Config {
 	def(&c.MaxPayload, defaultMaxPayload)
 	def(&c.MaxConnBytes, DefaultMaxConnBytes)
 	def(&c.SpillMemory, DefaultSpillMemory)
+	def(&c.sendBuffer, socketBuffer)
 	dur := func(p *time.Duration, v time.Duration) {
 		if *p == 0 {
 			*p = v

@@ -19,7 +19,7 @@ func TestTrickles(t *testing.T) {
 			d.queues[0].open()
 			s := serve(t, d, func(c *Config) {
 				c.MaxPayload = memory
-				c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, time.Second
+				c.tickPeriod, c.evacuateAfter, c.sendBuffer = 10*time.Millisecond, time.Second, 64<<10
 			})
 			slow, good := s.open(t, true), s.open(t, true)
 			data := make([]byte, memory)
@@ -94,7 +94,7 @@ func TestSpillMemory(t *testing.T) {
 	d.queues[0].open()
 	s := serve(t, d, func(c *Config) {
 		c.MaxPayload, c.SpillMemory = memory, memory
-		c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 20*time.Millisecond
+		c.tickPeriod, c.evacuateAfter, c.sendBuffer = 10*time.Millisecond, 20*time.Millisecond, 64<<10
 	})
 	good := s.open(t, true)
 	data := make([]byte, memory)
@@ -134,7 +134,7 @@ func TestNoSpillMemory(t *testing.T) {
 	d.queues[0].open()
 	s := serve(t, d, func(c *Config) {
 		c.MaxPayload, c.SpillMemory = memory, -1
-		c.tickPeriod, c.evacuateAfter = 10*time.Millisecond, 20*time.Millisecond
+		c.tickPeriod, c.evacuateAfter, c.sendBuffer = 10*time.Millisecond, 20*time.Millisecond, 64<<10
 	})
 	slow, good := s.open(t, true), s.open(t, true)
 	slow.Expect(nbdtest.CmdWrite, 1, 0, memory)

@@ -885,7 +885,7 @@ func TestHalfClose(t *testing.T) {
 func TestHangUp(t *testing.T) {
 	d := newHeldDevice(t, 16<<20, 1, 1<<20)
 	q := d.queues[0]
-	s := serve(t, d, func(c *Config) { c.MaxInFlight, c.MaxConnBytes = 16, 1<<20 })
+	s := serve(t, d, func(c *Config) { c.MaxInFlight, c.MaxConnBytes, c.sendBuffer = 16, 1<<20, 64<<10 })
 	rest := func(t *testing.T) {
 		t.Helper()
 		q.open()

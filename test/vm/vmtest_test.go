@@ -1,6 +1,7 @@
 package vmtest
 
 import (
+	"bytes"
 	"cmp"
 	"os"
 	"os/exec"
@@ -17,6 +18,74 @@ func script(t *testing.T, text string) string {
 		t.Fatal(err)
 	}
 	return f
+}
+
+// The cache is shared by all checkouts of a user, and an initrd is not: one with another init boots another one,
+// and leaves those of others as they are.
+func TestInitrdIsOfItsCheckout(t *testing.T) {
+	if testing.Short() {
+		t.Skip("prepares virtual machines")
+	}
+	Require(t)
+	base := os.Getenv("RDBLK_VM_CACHE")
+	if base == "" {
+		home, err := os.UserCacheDir()
+		if err != nil {
+			t.Fatal(err)
+		}
+		base = filepath.Join(home, "rdblk-vm")
+	}
+	cache := t.TempDir()
+	if err := os.Symlink(filepath.Join(base, "k"), filepath.Join(cache, "k")); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range []string{"release", "version"} {
+		b, err := os.ReadFile(filepath.Join(base, f))
+		if err == nil {
+			err = os.WriteFile(filepath.Join(cache, f), b, 0o644)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	checkout := func(more string) (initrd string, content []byte) {
+		t.Helper()
+		dir := t.TempDir()
+		for _, f := range []string{"setup", "init", "stage2"} {
+			b, err := os.ReadFile(filepath.Join(Dir(), f))
+			if f == "init" {
+				b = append(b, more...)
+			}
+			if err == nil {
+				err = os.WriteFile(filepath.Join(dir, f), b, 0o755)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		cmd := exec.Command(filepath.Join(dir, "setup"))
+		cmd.Env = append(os.Environ(), "RDBLK_VM_CACHE="+cache)
+		cmd.Stderr = os.Stderr
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		initrd = strings.TrimSuffix(string(out), "\n")
+		if content, err = os.ReadFile(initrd); err != nil || len(content) == 0 {
+			t.Fatalf("%d bytes, %v", len(content), err)
+		}
+		return initrd, content
+	}
+	one, content := checkout("")
+	if other, _ := checkout("# changed\n"); other == one {
+		t.Errorf("two checkouts share %s", one)
+	}
+	if again, now := checkout(""); again != one || !bytes.Equal(now, content) {
+		t.Errorf("%s, then %s, %d and %d bytes", one, again, len(content), len(now))
+	}
+	if left, err := filepath.Glob(filepath.Join(cache, "*")); err != nil || len(left) != 6 { // k, release, version, lock, two initrds
+		t.Errorf("%q, %v", left, err)
+	}
 }
 
 // The harness itself: output, status, results, the read-only host, and what a dead or endless

@@ -44,6 +44,11 @@
 // queue; else it is that of the queue's whole buffer memory, which the target can then
 // read and write at any time.
 //
+// The namespaces of a Session share its queues, their entries and their buffers, without
+// shares: one whose requests have no answer can hold all of them, until RequestTimeout
+// ends the association. Who attaches namespaces that must not hold up each other makes a
+// Session for each, as rdinit does: an attachment is one namespace.
+//
 // # Loss of the connection
 //
 // All queue pairs are destroyed first, so that nothing the target still does can reach

@@ -124,7 +124,7 @@ func fuzzRun(t *testing.T, dev *device, in []byte, crc bool, chunk int) string {
 	// Layout: 0 to 128K is open, the rest is not; receives and sinks are in the open part.
 	open := 128 << 10
 	region := func(stag uint32, mem []byte) {
-		r.dev.tags.root[stag>>16].Load()[stag>>8&0xFF].Load().mr.mem = mem
+		r.dev.tags.lookup(stag).mr.mem = mem
 	}
 	region(rigSTag, m[:open])
 	region(rigHigh, m[96<<10:104<<10])

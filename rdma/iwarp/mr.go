@@ -31,7 +31,10 @@ type stagEntry struct {
 	mw *window
 }
 
-type stagLeaf [leafSize]atomic.Pointer[stagEntry]
+type stagLeaf struct {
+	slots [leafSize]atomic.Pointer[stagEntry]
+	used  int // slots that are taken; of the writers
+}
 
 type stagTable struct {
 	root [rootSize]atomic.Pointer[stagLeaf]
@@ -45,7 +48,7 @@ func (t *stagTable) lookup(stag uint32) *stagEntry {
 	if l == nil {
 		return nil
 	}
-	return l[stag>>8&(leafSize-1)].Load()
+	return l.slots[stag>>8&(leafSize-1)].Load()
 }
 
 // insert gives e a random tag. fill is called with the tag before it can be found.
@@ -70,23 +73,32 @@ func (t *stagTable) insert(e *stagEntry, fill func(stag uint32)) error {
 			l = new(stagLeaf)
 			p.Store(l)
 		}
-		slot := &l[stag>>8&(leafSize-1)]
+		slot := &l.slots[stag>>8&(leafSize-1)]
 		if slot.Load() != nil {
 			continue
 		}
 		fill(stag)
 		slot.Store(e)
+		l.used++
 		t.count++
 		return nil
 	}
 	return fmt.Errorf("%w: no free memory key", rdma.ErrNoResources)
 }
 
+// remove ends a tag. A leaf goes with its last tag: tags are random, and each would leave one behind. Who has
+// just looked the leaf up finds nothing in it.
 func (t *stagTable) remove(stag uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if l := t.root[stag>>(8+leafBits)].Load(); l != nil && l[stag>>8&(leafSize-1)].Swap(nil) != nil {
-		t.count--
+	p := &t.root[stag>>(8+leafBits)]
+	l := p.Load()
+	if l == nil || l.slots[stag>>8&(leafSize-1)].Swap(nil) == nil {
+		return
+	}
+	t.count--
+	if l.used--; l.used == 0 {
+		p.Store(nil)
 	}
 }
 

@@ -96,11 +96,16 @@ func newRigOn(t testing.TB, dev *device, a agreed) *rig {
 
 // place puts an entry where a test wants it.
 func (t *stagTable) place(stag uint32, e *stagEntry) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	p := &t.root[stag>>(8+leafBits)]
 	if p.Load() == nil {
-		p.CompareAndSwap(nil, new(stagLeaf))
+		p.Store(new(stagLeaf))
 	}
-	p.Load()[stag>>8&(leafSize-1)].Store(e)
+	l := p.Load()
+	l.slots[stag>>8&(leafSize-1)].Store(e)
+	l.used++
+	t.count++
 }
 
 func (r *rig) close() {

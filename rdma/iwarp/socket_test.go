@@ -290,7 +290,7 @@ func TestWarnIsRateLimited(t *testing.T) {
 	}
 }
 
-// TestTagsAreRandom: neither the index nor the first key byte follows from others.
+// TestTagsAreRandom: neither the index nor the first key byte follows from others, and keys leave nothing behind.
 func TestTagsAreRandom(t *testing.T) {
 	p := newProvider(t, Config{})
 	dom, _ := p.dev.AllocPD()
@@ -335,6 +335,15 @@ func TestTagsAreRandom(t *testing.T) {
 	}
 	if p.dev.tags.count != 0 {
 		t.Errorf("%d keys left", p.dev.tags.count)
+	}
+	leaves := 0
+	for i := range p.dev.tags.root {
+		if p.dev.tags.root[i].Load() != nil {
+			leaves++
+		}
+	}
+	if leaves != 0 {
+		t.Errorf("%d leaves of the table are left without a key", leaves)
 	}
 	if err := errors.Join(dom.Close(), p.dev.Close()); err != nil {
 		t.Error(err)

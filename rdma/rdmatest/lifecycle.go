@@ -101,6 +101,37 @@ func testDisconnectFlushes(s *Suite) {
 	}
 }
 
+// testDisconnectFlushesReads: Reads that wait for their answers come back when their own side disconnects, in order:
+// those that are answered, and from the first that is not all others flushed.
+func testDisconnectFlushesReads(s *Suite) {
+	t := s.T
+	const n, size = 8, 1 << 20
+	for range rounds(10, 3) {
+		p := s.Connect(nil, nil, PairConfig{MemSize: n * size}, nil, nil)
+		for i := range n {
+			p.A.Post(t, rdma.SendWR{ID: uint64(i), Op: rdma.OpRead, Flags: rdma.FlagSignaled,
+				SGL: []rdma.SGE{p.A.SGE(i*size, size)}, RemoteAddr: p.B.At(0), RKey: p.B.MR.RKey()})
+		}
+		if err := p.A.Conn.Disconnect(); err != nil {
+			t.Fatal(err)
+		}
+		flushed := false
+		for i, wc := range p.Wait(p.A, n) {
+			flushed = flushed || wc.Status == rdma.StatusFlush
+			if wc.ID != uint64(i) || wc.Status != rdma.StatusFlush && (flushed || wc.Status != rdma.StatusSuccess) {
+				t.Errorf("completion %d: %+v", i, wc)
+			}
+		}
+		if !flushed {
+			t.Log("all Reads were answered before the end")
+		}
+		wantErr(t, "orderly end", p.Ended(p.A), rdma.ErrDisconnected)
+		if p.Ended(p.B) == nil { // its answers are cut short: siw takes that for a fault of the peer's
+			t.Error("no reason on the other side")
+		}
+	}
+}
+
 // testDisconnectDelivers: what had completed before an orderly end arrives.
 func testDisconnectDelivers(s *Suite) {
 	t := s.T

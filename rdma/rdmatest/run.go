@@ -121,6 +121,7 @@ var cases = []struct {
 	{"ListenerClose", testListenerClose},
 
 	{"DisconnectFlushes", testDisconnectFlushes},
+	{"DisconnectFlushesReads", testDisconnectFlushesReads},
 	{"DisconnectDelivers", testDisconnectDelivers},
 	{"DisconnectWakes", testDisconnectWakes},
 	{"CloseDropsEverything", testCloseDrops},

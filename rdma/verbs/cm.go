@@ -294,6 +294,10 @@ func (c *conn) cutLocked() {
 		return
 	}
 	l := c.p.lib
+	if c.dev.siw {
+		// From its closing state, which disconnecting leads to, siw never completes the Reads that wait for their answers.
+		C.vb_qp_error(c.q.q)
+	}
 	l.cm.Lock()
 	C.vb_cm_disconnect(c.id)
 	l.cm.Unlock()

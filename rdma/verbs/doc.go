@@ -56,7 +56,8 @@
 //
 // A device serves its peer's Reads and Writes, and flushes, without anybody polling
 // ([rdma.DeviceInfo.Autonomous]). Posts to a queue pair that has failed are flushed by this package, because
-// some devices (siw) refuse them. A receive that completes with "remote invalid request" (rxe, for a message
+// some devices (siw) refuse them. A queue pair of siw is failed before it is disconnected: siw would forget the Reads
+// that wait for their answers. A receive that completes with "remote invalid request" (rxe, for a message
 // longer than its buffer) is reported as StatusLocalLength, the only meaning it can have there. A fence is left out of
 // Reads on iWARP, where Reads are served in order anyway: siw stops for ever at one. Inline Sends with Invalidate, at
 // which siw stops too, leave it from a registered copy.

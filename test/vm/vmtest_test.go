@@ -207,7 +207,7 @@ func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe
 func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "iwarp") }
 
 // Attached and detached, cut and connected, again and again; ROUNDS and CUTS of guest/nvmet-churn.sh say how often.
-func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwarp") }
+func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwarp", "rxe") }
 
 // rdinit's link to the kernel's target goes down and comes back under load.
 func TestKernelTargetLink(t *testing.T) { overFabrics(t, "nvmet-link.sh", "iwarp") }

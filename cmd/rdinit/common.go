@@ -82,7 +82,7 @@ func (s *settings) resolved(ctx context.Context, log *slog.Logger, needs func(in
 	if err != nil {
 		return c, nil, err
 	}
-	nic, err := provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), Logger: log}, LockedMemory: needs(c), Logger: log})
+	nic, err := provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), CongestionControl: s.Congestion, Logger: log}, LockedMemory: needs(c), Logger: log})
 	if err != nil {
 		return c, nil, err
 	}

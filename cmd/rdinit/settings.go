@@ -25,13 +25,14 @@ const envPrefix = "RDINIT_"
 // settings is everything that can be set; docs/operating.md and
 // configs/rdinit.yaml describe each, and tests hold them to this struct.
 type settings struct {
-	Address  string `mapstructure:"address"`
-	Provider string `mapstructure:"provider"`
-	CRC      string `mapstructure:"crc"`
-	Local    string `mapstructure:"local_address"`
-	NQN      string `mapstructure:"nqn"`
-	NSID     uint32 `mapstructure:"nsid"`
-	HostNQN  string `mapstructure:"host_nqn"`
+	Address    string `mapstructure:"address"`
+	Provider   string `mapstructure:"provider"`
+	CRC        string `mapstructure:"crc"`
+	Congestion string `mapstructure:"congestion_control"`
+	Local      string `mapstructure:"local_address"`
+	NQN        string `mapstructure:"nqn"`
+	NSID       uint32 `mapstructure:"nsid"`
+	HostNQN    string `mapstructure:"host_nqn"`
 
 	Socket string `mapstructure:"socket"`
 	Device string `mapstructure:"device"`
@@ -77,6 +78,7 @@ func defaultSettings() *settings {
 	s := &settings{
 		Provider:      provider.Auto,
 		CRC:           "auto",
+		Congestion:    iwarp.CongestionAuto,
 		DetachTimeout: 10 * time.Second,
 		ProtectMemory: true,
 
@@ -153,6 +155,9 @@ func (s *settings) Validate() error {
 		}
 	}
 	c.OneOf("crc", s.CRC, "auto", "on", "off")
+	if err := iwarp.CheckCongestion(s.Congestion); err != nil {
+		bad("congestion_control", "%v", err)
+	}
 	if s.Name != "" {
 		if err := control.CheckName(s.Name); err != nil {
 			bad("name", "%v", err)

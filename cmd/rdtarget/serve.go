@@ -153,7 +153,7 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 	if s.Workers == 0 {
 		s.Workers = runtime.NumCPU()
 	}
-	sv.provider, err = provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), ReadDepth: s.ReadDepth, Logger: log},
+	sv.provider, err = provider.New(provider.Config{Mode: s.Provider, Software: iwarp.Config{CRC: s.crcMode(), CongestionControl: s.Congestion, ReadDepth: s.ReadDepth, Logger: log},
 		LockedMemory: s.targetConfig().LockedMemory(), Logger: log})
 	if err != nil {
 		return err

@@ -31,6 +31,7 @@ type settings struct {
 	Listen       []string    `mapstructure:"listen"`
 	Provider     string      `mapstructure:"provider"`
 	CRC          string      `mapstructure:"crc"`
+	Congestion   string      `mapstructure:"congestion_control"`
 	NQN          string      `mapstructure:"nqn"`
 	Serial       string      `mapstructure:"serial"`
 	Hosts        []string    `mapstructure:"hosts"`
@@ -115,6 +116,7 @@ func defaultSettings() *settings {
 		Listen:          []string{fmt.Sprintf("127.0.0.1:%d", cli.DefaultPort)},
 		Provider:        provider.Auto,
 		CRC:             "auto",
+		Congestion:      iwarp.CongestionAuto,
 		ShutdownTimeout: 10 * time.Second,
 
 		TraceSize: cli.DefaultTraceSize,
@@ -209,6 +211,9 @@ func (s *settings) Validate() error {
 		bad("namespaces", "%d are more than the %d that a subsystem can have: serve the rest with another rdtarget", len(s.Namespaces), target.MaxNamespaces)
 	}
 	c.OneOf("crc", s.CRC, "auto", "on", "off")
+	if err := iwarp.CheckCongestion(s.Congestion); err != nil {
+		bad("congestion_control", "%v", err)
+	}
 	if s.Name != "" {
 		if err := control.CheckName(s.Name); err != nil {
 			bad("name", "%v", err)

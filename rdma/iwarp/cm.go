@@ -375,6 +375,11 @@ func (c *conn) establish(a agreed) error {
 	}
 	c.nc = nil
 	tune(fd, c.dev.cfg.UserTimeout)
+	if name := c.dev.congestion(c.local, c.remote); name != "" {
+		if err := setCongestion(fd, name); err != nil { // it was there when the device was made
+			c.dev.cfg.Logger.Debug("iwarp: the system's congestion control is used", "peer", c.remote, "err", err)
+		}
+	}
 	c.state = connEstablished
 	c.dev.cm.established.Add(1)
 	c.dev.cfg.Logger.Debug("iwarp: connection established", "local", c.local, "peer", c.remote, "qp", c.qp.num,
@@ -576,7 +581,24 @@ func (d *device) wantCRC(local, remote netip.AddrPort) bool {
 	case CRCOff:
 		return false
 	}
-	return !remote.Addr().Unmap().IsLoopback() && local.Addr().Unmap() != remote.Addr().Unmap()
+	return !sameHost(local, remote)
+}
+
+// congestion is the congestion control to ask for, empty for the system's.
+func (d *device) congestion(local, remote netip.AddrPort) string {
+	switch name := d.cfg.CongestionControl; {
+	case name == CongestionSystem, name == CongestionAuto && !sameHost(local, remote):
+		return ""
+	case name == CongestionAuto:
+		return congestionInside
+	default:
+		return name
+	}
+}
+
+// sameHost says that nothing between the two can leave this host.
+func sameHost(local, remote netip.AddrPort) bool {
+	return remote.Addr().Unmap().IsLoopback() || local.Addr().Unmap() == remote.Addr().Unmap()
 }
 
 func addrPort(a net.Addr) netip.AddrPort {

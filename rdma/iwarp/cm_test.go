@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"rdblk/rdma"
 	"rdblk/rdma/rdmatest"
 )
@@ -525,6 +527,39 @@ func TestConfig(t *testing.T) {
 		if got := [3]bool{d.wantCRC(lo, lo), d.wantCRC(here, mapped), d.wantCRC(here, there)}; got != want {
 			t.Errorf("%v: %v, want %v", m, got, want)
 		}
+	}
+}
+
+func TestCongestionControl(t *testing.T) {
+	lo, here := netip.MustParseAddrPort("127.0.0.1:1"), netip.MustParseAddrPort("192.0.2.1:1")
+	mapped, there := netip.MustParseAddrPort("[::ffff:192.0.2.1]:2"), netip.MustParseAddrPort("192.0.2.2:1")
+	for name, want := range map[string][3]string{"": {"reno", "reno", ""}, CongestionAuto: {"reno", "reno", ""}, CongestionSystem: {"", "", ""}, "reno": {"reno", "reno", "reno"}} {
+		d := newProvider(t, Config{CongestionControl: name}).dev
+		if got := [3]string{d.congestion(lo, lo), d.congestion(here, mapped), d.congestion(here, there)}; got != want {
+			t.Errorf("%q: %v, want %v", name, got, want)
+		}
+	}
+	for name, says := range map[string]string{"no-such": "modprobe tcp_no-such", "longer than sixteen": "up to 15 characters"} {
+		if _, err := New(Config{CongestionControl: name}); !errors.Is(err, rdma.ErrInvalid) || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	system, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]string{"": "reno", CongestionSystem: strings.TrimSpace(string(system))} {
+		a := newAnswerer(t, Config{CongestionControl: name}, rdma.ListenConfig{})
+		go a.one()
+		nc := a.dial()
+		nc.Write(mpa(mpaKeyRequest, 0x10, 2, depths{1, 1}.append(nil)))
+		<-a.reqs
+		e := <-a.ends
+		if got, err := unix.GetsockoptString(e.QP.(*qp).fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION); got != want || err != nil {
+			t.Errorf("%q: the connection has %q, not %q (%v)", name, got, want, err)
+		}
+		e.Close(t)
+		nc.Close()
 	}
 }
 

@@ -30,6 +30,15 @@ func (m CRCMode) String() string {
 	return "unknown"
 }
 
+// Values of Config.CongestionControl besides the kernel's names. Inside of a host no network can be congested, and
+// an algorithm that paces, as BBR does, lets time pass between what could be sent at once: with BBR
+// reads of 128 KiB came at two thirds of the speed or less.
+const (
+	CongestionAuto   = "auto"
+	CongestionSystem = "system"
+	congestionInside = "reno" // every kernel has it and allows it to everybody
+)
+
 // Limits of the software NIC.
 const (
 	maxQPWR        = 16384
@@ -88,6 +97,11 @@ type Config struct {
 	// the kernel's tuning.
 	SendBuffer, RecvBuffer int
 
+	// CongestionControl is TCP's algorithm (TCP_CONGESTION in tcp(7)). CongestionAuto, which "" stands for, is
+	// reno between two addresses of this host and the system's otherwise; CongestionSystem is the system's
+	// everywhere; all else is a name, which the kernel must offer.
+	CongestionControl string
+
 	// Logger gets the connection manager's events: established connections at debug
 	// level, Terminates and what strangers do at warning level, at most one line a
 	// second. Default: none.
@@ -111,6 +125,9 @@ func (c Config) withDefaults() Config {
 	if c.MaxFPDU == 0 {
 		c.MaxFPDU = maxFPDU
 	}
+	if c.CongestionControl == "" {
+		c.CongestionControl = CongestionAuto
+	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -133,5 +150,8 @@ func (c Config) Validate() error {
 	bad(c.CloseLinger < 0, "CloseLinger: %v is negative", c.CloseLinger)
 	bad(c.SendBuffer < 0, "SendBuffer: %d is negative", c.SendBuffer)
 	bad(c.RecvBuffer < 0, "RecvBuffer: %d is negative", c.RecvBuffer)
+	if err := CheckCongestion(c.CongestionControl); err != nil {
+		errs = append(errs, fmt.Errorf("CongestionControl: %w", err))
+	}
 	return errors.Join(errs...)
 }

@@ -1,7 +1,10 @@
 package iwarp
 
 import (
+	"errors"
+	"fmt"
 	"net"
+	"os"
 	"runtime"
 	"time"
 	"unsafe"
@@ -125,6 +128,35 @@ func tune(fd int, userTimeout time.Duration) {
 	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, probe)
 	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_KEEPCNT, 3)
 	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(userTimeout/time.Millisecond))
+}
+
+func setCongestion(fd int, name string) error {
+	return os.NewSyscallError("setsockopt TCP_CONGESTION "+name, unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, name))
+}
+
+// CheckCongestion says why Config.CongestionControl may not be name, for example that the kernel does not offer it to
+// this process. It may make the kernel load the module.
+func CheckCongestion(name string) error {
+	switch name {
+	case "", CongestionAuto, CongestionSystem:
+		return nil
+	}
+	if len(name) >= 16 { // TCP_CA_NAME_MAX; the kernel would cut it off
+		return fmt.Errorf("%q is no name of an algorithm: they have up to 15 characters", name)
+	}
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return os.NewSyscallError("socket", err)
+	}
+	defer unix.Close(fd)
+	switch err := setCongestion(fd, name); {
+	case errors.Is(err, unix.ENOENT):
+		return fmt.Errorf("the kernel has no %q (sysctl net.ipv4.tcp_available_congestion_control shows those it has; more come as modules: modprobe tcp_%s)", name, name)
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("%q is for privileged processes here: add it to sysctl net.ipv4.tcp_allowed_congestion_control", name)
+	default:
+		return err
+	}
 }
 
 func setBuffers(fd, snd, rcv int) {

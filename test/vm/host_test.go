@@ -1,6 +1,7 @@
 package vmtest
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -16,17 +17,21 @@ import (
 )
 
 // links are the RDMA devices between the kernel's host and rdtarget; see guest/host-lib.sh.
-var links = []string{"soft", "rxe"}
+var links = []string{"soft", "rxe", "siw"}
 
 // onLinks runs a script with rdtarget once for each link and judges what it leaves.
 func onLinks(t *testing.T, name string, judge func(t *testing.T, dir, link string), args ...string) {
 	boots(t)
 	target := Build(t, "rdblk/cmd/rdtarget")
+	timeout := 8 * time.Minute
+	if os.Getenv("ROUNDS") != "" || os.Getenv("RESETS") != "" {
+		timeout = time.Hour
+	}
 	for _, link := range links {
 		t.Run(link, func(t *testing.T) {
 			r := Run(t, Config{
 				Program: filepath.Join(Dir(), "guest", name), Args: append([]string{target, link}, args...),
-				Show: []string{filepath.Dir(target)}, Timeout: 8 * time.Minute,
+				Show: []string{filepath.Dir(target)}, Timeout: timeout,
 			})
 			if judge != nil {
 				judge(t, r.Dir, link)
@@ -44,9 +49,10 @@ func TestKernelHostIO(t *testing.T) { onLinks(t, "host-io.sh", nil) }
 // Growth, namespaces and hosts that come and go, a persistent discovery controller.
 func TestKernelHostEvents(t *testing.T) { onLinks(t, "host-events.sh", nil) }
 
-// Connect and disconnect in rounds, without a leak. With more arguments the script has resets and lost
-// links under load too, which take longer than a test may.
-func TestKernelHostChurn(t *testing.T) { onLinks(t, "host-churn.sh", nil) }
+// Connect and disconnect in $ROUNDS rounds, then $RESETS resets and lost links under load, without a leak.
+func TestKernelHostChurn(t *testing.T) {
+	onLinks(t, "host-churn.sh", nil, cmp.Or(os.Getenv("ROUNDS"), "5"), os.Getenv("RESETS"))
+}
 
 const (
 	hostNQN = "nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff"

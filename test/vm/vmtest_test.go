@@ -201,10 +201,10 @@ func TestKernelHostRestart(t *testing.T) {
 }
 
 // Every kind of I/O, on the kernel's target; guest/nvmet-lib.sh says what the names stand for.
-func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe") }
+func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe", "siw") }
 
 // Growth, namespaces that come, go and are swapped, restarts and removals at the kernel's target.
-func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "iwarp") }
+func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "iwarp", "siw") }
 
 // Attached and detached, cut and connected, again and again; ROUNDS and CUTS of guest/nvmet-churn.sh say how often.
 func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwarp", "rxe") }

@@ -201,9 +201,24 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 		est, err := ca.Connect(ctx, cfg.ActiveP)
 		active <- result{est, err}
 	}()
-	cb, err := s.L.Accept()
-	if err != nil {
-		t.Fatal(err)
+	type accepted struct {
+		conn rdma.Conn
+		err  error
+	}
+	passive := make(chan accepted, 1)
+	go func() {
+		c, err := s.L.Accept()
+		passive <- accepted{c, err}
+	}()
+	var cb rdma.Conn
+	select {
+	case p := <-passive:
+		if p.err != nil {
+			t.Fatal(p.err)
+		}
+		cb = p.conn
+	case r := <-active: // Accept would wait for ever
+		t.Fatalf("connect: %v, before anybody accepted", r.err)
 	}
 	own(&b, "passive", cb.Device())
 	p.B = &End{Side: b, Conn: cb}

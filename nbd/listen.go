@@ -179,9 +179,12 @@ type unixListener struct {
 	once sync.Once
 }
 
+// Close is called by several, at the same time. Only the first to close the socket waits until nobody accepts on it any
+// more; until then it answers, and its file would be taken for another server's.
 func (l *unixListener) Close() error {
-	err := l.UnixListener.Close()
+	err := net.ErrClosed
 	l.once.Do(func() {
+		err = l.UnixListener.Close()
 		// By now it may be another server's: that one answers, then it stays.
 		// A file that cannot be removed is stale and the next server's to replace.
 		if unlock, err := lockDirectory(filepath.Dir(l.path)); err == nil {

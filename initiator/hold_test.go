@@ -40,6 +40,8 @@ func TestHold(t *testing.T) {
 		{name: "enough", started: 10, usual: 32},
 		{name: "a moment", started: 3, usual: 32, since: holdMax / 4, want: true},
 		{name: "long enough", started: 3, usual: 32, since: holdMax},
+		{name: "a moment where there are less", started: 1, usual: 12, since: 11 * holdEach, want: true},
+		{name: "long enough where there are less", started: 1, usual: 12, since: 12 * holdEach},
 		{name: "a NIC", started: 3, usual: 32, autonomous: true},
 	} {
 		l := &lane{w: w, h: &worker.Handle{}, started: make([]uint16, c.started), usual: c.usual}

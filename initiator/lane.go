@@ -579,12 +579,14 @@ func (l *lane) start(c *command) {
 
 // With a software device a post is a system call that costs more than what it carries.
 // So on a busy queue, one that had holdDepth commands out lately, a few commands wait
-// for company: until they are a third of what is usual, but no longer than holdMax.
+// for company: until they are a third of what is usual, but no longer than holdEach for each of
+// those, and holdMax. Measured at depth 32: 60 µs instead of 30 give 4 to 10 % more reads with 9 to 15 %
+// less processor time; at depth 16 they would take 10 %.
 const (
 	holdDepth = 12
 	holdShare = 3
-	holdMax   = int64(30 * time.Microsecond)
-	holdRest  = 10 * time.Microsecond
+	holdEach  = int64(2 * time.Microsecond)
+	holdMax   = int64(60 * time.Microsecond)
 )
 
 // hold tells whether to put post off. The worker does not sleep meanwhile.
@@ -600,10 +602,11 @@ func (l *lane) holdAt(now int64) bool {
 	if l.heldAt == 0 {
 		l.heldAt = now
 	}
-	if now-l.heldAt >= holdMax {
+	longest := min(int64(l.usual)*holdEach, holdMax)
+	if now-l.heldAt >= longest {
 		return false
 	}
-	l.h.Rest(holdRest)
+	l.h.Rest(time.Duration(longest / 3)) // so that what has come meanwhile is looked at
 	return true
 }
 

@@ -20,12 +20,17 @@ deps:   ## install by apt what tests and the demonstration use (root), or say wh
 run: deps build ## a demonstration: serve, attach, copy a file system, kill the target under load
 	@test/demo/run
 
-# All packages but the virtual machines, which take the whole machine for minutes.
+# All packages but the virtual machines, which take the whole machine for minutes each.
 PKGS = $(shell $(GO) list ./... | grep -v '/test/vm$$')
+
+# What make test boots, eight to eleven minutes: the verbs contract on both software devices, the kernel's host over the
+# software NIC and over siw, the kernel's target, and file systems on /dev/nbdN. make vm boots all.
+VMTESTS ?= ^TestVerbs$$|^TestKernelHostEvents$$/^soft$$|^TestKernelHostIO$$/^siw$$|^TestKernelTargetIO$$/^iwarp$$|^TestBlockDeviceFileSystems$$/^iwarp$$
 
 test: deps lint ## everything that CI runs
 	$(GO) test -count=1 -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
 	$(GO) test -count=1 -timeout 20m $(PKGS)
+	$(GO) test -count=1 -timeout 30m -run '$(VMTESTS)' ./test/vm
 
 race:   ## all tests under the race detector
 	$(GO) test -race -timeout 60m $(PKGS)

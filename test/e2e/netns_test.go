@@ -57,7 +57,7 @@ func TestLinkDownAndUp(t *testing.T) {
 
 	// Unix sockets do not care about network namespaces: the client is in ours.
 	fio := inBackground(t, "fio", "--name=load", "--ioengine=nbd", "--uri="+at.uri(), "--rw=randwrite", "--bssplit=4k/70:64k/20:1m/10", "--iodepth=32",
-		"--numjobs=2", "--size=60M", "--offset_increment=64M", "--rate=15m", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1")
+		"--numjobs=2", "--size=60M", "--offset_increment=64M", "--rate=,3m", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1")
 	eventually(t, "it is under load", func() bool { return at.status().WriteOps > 100 })
 	ip("-n", a, "link", "set", "va", "down")
 	begin := time.Now()

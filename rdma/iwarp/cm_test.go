@@ -539,7 +539,7 @@ func TestCongestionControl(t *testing.T) {
 			t.Errorf("%q: %v, want %v", name, got, want)
 		}
 	}
-	for name, says := range map[string]string{"no-such": "modprobe tcp_no-such", "longer than sixteen": "up to 15 characters"} {
+	for name, says := range map[string]string{"no-such": "modprobe tcp_no-such", "longer-than-sixteen": "up to 15 letters", "re\nno": "tcp_available", "a b": "tcp_available"} {
 		if _, err := New(Config{CongestionControl: name}); !errors.Is(err, rdma.ErrInvalid) || !strings.Contains(err.Error(), says) {
 			t.Errorf("%s: %v", name, err)
 		}

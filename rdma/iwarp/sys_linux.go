@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"strings"
 	"time"
 	"unsafe"
 
@@ -141,8 +142,11 @@ func CheckCongestion(name string) error {
 	case "", CongestionAuto, CongestionSystem:
 		return nil
 	}
-	if len(name) >= 16 { // TCP_CA_NAME_MAX; the kernel would cut it off
-		return fmt.Errorf("%q is no name of an algorithm: they have up to 15 characters", name)
+	odd := func(r rune) bool {
+		return (r|0x20 < 'a' || r|0x20 > 'z') && (r < '0' || r > '9') && r != '-' && r != '_'
+	}
+	if len(name) >= 16 || strings.ContainsFunc(name, odd) { // TCP_CA_NAME_MAX; the kernel would cut it off
+		return fmt.Errorf("%.20q is no name of an algorithm, which has up to 15 letters and digits: auto, system, or one that sysctl net.ipv4.tcp_available_congestion_control shows", name)
 	}
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

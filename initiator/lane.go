@@ -805,10 +805,11 @@ func (l *lane) complete(wc *rdma.WC) {
 // failure says what an error completion means.
 func (l *lane) failure(wc *rdma.WC) error {
 	if wc.Status == rdma.StatusFlush {
-		if err := l.conn.Err(); err != nil {
-			return fmt.Errorf("connection lost: %w", err)
+		err := l.conn.Err()
+		if err == nil { // a device flushes before it tells of the end
+			err = rdma.ErrDisconnected
 		}
-		return errors.New("connection lost")
+		return fmt.Errorf("connection lost: %w", err)
 	}
 	what := "Send"
 	switch {
@@ -820,6 +821,9 @@ func (l *lane) failure(wc *rdma.WC) error {
 		what = "Local Invalidate"
 	case wc.ID&kindMask == kindNudge:
 		what = "RDMA Write"
+	}
+	if wc.Status == rdma.StatusRetryExceeded || wc.Status == rdma.StatusRNRRetryExceeded {
+		return fmt.Errorf("%s failed: %s: %w", what, wc.Status, rdma.ErrDisconnected)
 	}
 	return fmt.Errorf("%s failed: %s", what, wc.Status)
 }

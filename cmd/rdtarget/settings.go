@@ -62,6 +62,7 @@ type settings struct {
 	InCapsule    config.Size   `mapstructure:"in_capsule"`
 	MaxIO        config.Size   `mapstructure:"max_io"`
 	ReadDepth    int           `mapstructure:"read_depth"`
+	SendInv      bool          `mapstructure:"send_invalidate"`
 	Executors    int           `mapstructure:"executors"`
 
 	MaxControllers         int `mapstructure:"max_controllers"`
@@ -128,6 +129,7 @@ func defaultSettings() *settings {
 		InCapsule:    4 << 10,
 		MaxIO:        1 << 20,
 		ReadDepth:    128,
+		SendInv:      true,
 
 		MaxControllers:         256,
 		MaxQueuesPerController: 128,
@@ -301,7 +303,7 @@ func (s *settings) targetConfig() target.Config {
 		NQN: s.NQN, Serial: s.Serial, Hosts: s.Hosts, AllowAnyHost: s.AllowAnyHost,
 		Workers: s.Workers, PinCPUs: s.PinCPUs, MaxPoll: s.MaxPoll, BusyPoll: s.Polling == "busy",
 		QueueDepth: s.QueueDepth, InCapsule: int(s.InCapsule), MaxIO: int(s.MaxIO), BufferMemory: int(s.BufferMemory),
-		Executors: s.Executors, ReadDepth: s.ReadDepth,
+		Executors: s.Executors, ReadDepth: s.ReadDepth, NoSendInvalidate: !s.SendInv,
 		MaxControllers: s.MaxControllers, MaxQueuesPerController: s.MaxQueuesPerController,
 		MaxQueues: s.MaxQueues, MaxPending: s.MaxPending,
 		AcceptTimeout: s.AcceptTimeout, ConnectTimeout: s.ConnectTimeout, AssociationTimeout: s.AssociationTimeout,

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -51,6 +52,17 @@ func TestDefaultsAreTheLibrarys(t *testing.T) {
 	s := defaultSettings()
 	if err := s.Validate(); err != nil {
 		t.Fatalf("the defaults are invalid: %v", err)
+	}
+}
+
+// The one truth value that the library has the other way round.
+func TestSendInvalidate(t *testing.T) {
+	for _, on := range []bool{true, false} {
+		s := defaultSettings()
+		err := config.Load(s, config.Source{Prefix: envPrefix, Environ: []string{config.EnvName(envPrefix, "send_invalidate") + "=" + strconv.FormatBool(on)}})
+		if err != nil || s.targetConfig().NoSendInvalidate == on {
+			t.Errorf("send_invalidate=%v: NoSendInvalidate is %v, %v", on, s.targetConfig().NoSendInvalidate, err)
+		}
 	}
 }
 

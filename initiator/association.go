@@ -237,13 +237,19 @@ func (a *association) watchGone() {
 		tick := time.NewTicker(goneCheck)
 		defer tick.Stop()
 		for {
+			for !a.s.anyGone() {
+				tick.Stop() // a session whose namespaces are there is not woken up for this
+				select {
+				case <-a.s.missing:
+				case <-a.ctx.Done():
+					return
+				}
+				tick.Reset(goneCheck)
+			}
 			select {
 			case <-tick.C:
 			case <-a.ctx.Done():
 				return
-			}
-			if !a.s.anyGone() {
-				continue
 			}
 			ctx, stop := timeout.WithKind(a.ctx, a.s.cfg.ConnectTimeout, "connect_timeout", ErrTimeout)
 			if err := a.s.scan(ctx, a.ctrl, true); err != nil && a.ctx.Err() == nil {

@@ -290,6 +290,10 @@ func (n *namespace) vanished() {
 		return
 	}
 	n.s.log.Error("namespace is gone at the target: requests wait for it, and fail when the retry timeout is over", "ns", n.nsid, "retry_timeout", n.s.cfg.RetryTimeout)
+	select {
+	case n.s.missing <- struct{}{}:
+	default:
+	}
 	n.s.events.post(Event{Kind: EventNamespaceGone, NSID: n.nsid, Err: ErrNoNamespace})
 }
 

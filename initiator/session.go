@@ -75,6 +75,7 @@ type Session struct {
 	ctx      context.Context // ends when the session is to stop trying
 	cancel   context.CancelFunc
 	scanning chan struct{}        // holds one while the namespaces are read
+	missing  chan struct{}        // holds one when a namespace has become gone since watchGone looked
 	stop     chan context.Context // Close asks the manager for an orderly end
 	done     chan struct{}        // the manager has ended
 	closed   sync.Once
@@ -122,7 +123,7 @@ func Connect(ctx context.Context, cfg Config) (*Session, error) {
 	cfg = cfg.withDefaults()
 	s := &Session{
 		cfg: cfg, addr: cfg.Addr, subnqn: cfg.SubNQN,
-		scanning: make(chan struct{}, 1), stop: make(chan context.Context, 1), done: make(chan struct{}),
+		scanning: make(chan struct{}, 1), missing: make(chan struct{}, 1), stop: make(chan context.Context, 1), done: make(chan struct{}),
 		found: map[uint32]*foundNamespace{}, namespaces: map[uint32]*namespace{},
 		since: time.Now(), trace: trace.New(cfg.Trace),
 	}

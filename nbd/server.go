@@ -223,6 +223,9 @@ type Server struct {
 	handshakesFailed, handshakesEvicted, refused atomic.Uint64
 
 	spilled atomic.Int64 // bytes of Config.SpillMemory in use
+
+	dozing    atomic.Bool   // the clock waits for attention
+	attention chan struct{} // holds one when a connection has woken the clock
 }
 
 type serverState uint8
@@ -262,6 +265,7 @@ func NewServer(cfg Config) (*Server, error) {
 		changed:   make(chan struct{}),
 		torn:      make(chan struct{}),
 		stop:      make(chan struct{}),
+		attention: make(chan struct{}, 1),
 	}
 	s.log = s.cfg.Logger
 	s.lines = limitedLog{log: s.log, now: time.Now}
@@ -530,11 +534,22 @@ func (s *Server) spill(n int) bool {
 func (s *Server) unspill(b []byte) { s.spilled.Add(-int64(len(b))) }
 
 // clock lets workers look after connections whose client stands still. A worker
-// without such connections is left asleep.
+// without such connections is left asleep, and so is the clock when no worker has any.
 func (s *Server) clock() {
 	t := time.NewTicker(s.cfg.tickPeriod)
 	defer t.Stop()
 	for {
+		s.dozing.Store(true) // before the look: who comes after it wakes the clock
+		for !s.attentive() {
+			t.Stop()
+			select {
+			case <-s.stop:
+				return
+			case <-s.attention:
+			}
+			t.Reset(s.cfg.tickPeriod)
+		}
+		s.dozing.Store(false)
 		select {
 		case <-s.stop:
 			return
@@ -549,6 +564,18 @@ func (s *Server) clock() {
 			}
 		}
 	}
+}
+
+// attentive reports whether a connection needs the clock.
+func (s *Server) attentive() bool {
+	for _, e := range s.exports {
+		for _, d := range e.opened() {
+			if d.attention.Load() > 0 {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // Shutdown stops softly: it closes the listeners, ends handshakes, and lets each

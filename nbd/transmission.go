@@ -285,7 +285,12 @@ func (c *conn) attend(on bool) {
 	}
 	c.attention = on
 	if on {
-		c.dom.attention.Add(1)
+		if c.dom.attention.Add(1) == 1 && c.srv.dozing.Load() {
+			select {
+			case c.srv.attention <- struct{}{}:
+			default: // it is being woken
+			}
+		}
 	} else {
 		c.dom.attention.Add(-1)
 	}

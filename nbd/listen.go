@@ -48,7 +48,7 @@ func ListenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	}
 	defer unlock()
 	if err := removeStale(path); err != nil {
-		return nil, fmt.Errorf("listen on %q: %w", path, err)
+		return nil, fmt.Errorf("listen on %q: %w", path, plain(err))
 	}
 	lc := net.ListenConfig{Control: func(_, _ string, rc syscall.RawConn) error {
 		var err error
@@ -104,7 +104,7 @@ func removeStale(path string) error {
 		return nil
 	}
 	if err != nil {
-		return err
+		return plain(err)
 	}
 	if st.Mode().Type() != fs.ModeSocket {
 		return fmt.Errorf("it exists and is no socket but %s; remove it or choose another path", kindOfFile(st.Mode()))

@@ -144,6 +144,7 @@ func TestRefusals(t *testing.T) {
 		{"attach " + addr + " --nsid 1 --socket " + plain, nil, 1, []string{"exists and is no socket but a file; remove it or choose another path"}},
 		{"attach " + addr + " --nsid 1 --socket " + dir, nil, 1, []string{"no socket but a directory"}},
 		{"attach " + addr + " --nsid 1 --socket " + taken, nil, 1, []string{"in use by another server (process " + strconv.Itoa(os.Getpid()), "choose another path"}},
+		{"attach " + addr + " --nsid 1 --socket /etc/hostname/s", nil, 1, []string{"not a directory (its directory must exist"}},
 		{"attach " + addr + " --nsid 1 --socket /nonexistent/s", nil, 1, []string{"no such file or directory (its directory must exist"}},
 		{"attach " + addr + " --nqn foo --socket " + sock, nil, 2, []string{`nqn: "foo" is no NQN`, "rdinit discover"}},
 		{"attach " + addr + " --host-nqn foo --socket " + sock, nil, 2, []string{`host_nqn: "foo" is no NQN`, "rdinit version"}},

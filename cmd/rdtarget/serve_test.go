@@ -108,6 +108,7 @@ func TestServeRefusals(t *testing.T) {
 		{"serve --pprof " + disk, nil, 2, []string{"pprof: there is no HTTP endpoint", "127.0.0.1:9420"}},
 		{"serve men:64M", nil, 1, []string{"open men:64M: no such file or directory (memory is mem:64M"}},
 		{"serve --listen 127.0.0.1:0 --trace " + disk + ".log " + disk, nil, 1, []string{disk + ".log: no such file", "--trace=" + disk + ".log"}},
+		{"serve --listen 127.0.0.1:0 --trace=" + dir + " " + disk, nil, 1, []string{"trace: open " + dir + ": is a directory (", "add a file name"}},
 		{"serve --listen 127.0.0.1:0 --trace=/nonexistent/log " + disk, nil, 1, []string{"trace: open /nonexistent/log", "directory must exist"}},
 		{"serve " + disk, []string{"RDTARGET_MAX_IO=3M", "RDTARGET_BUFFER_MEMORY=64K"}, 2, []string{"max_io: 3M is no power of two"}},
 		{disk, nil, 2, []string{"there is no command", "did you mean 'rdtarget serve " + disk + "'?"}},

@@ -43,6 +43,9 @@ func (e *Env) OpenTrace(dest string, size int64) (io.WriteCloser, error) {
 	if errors.Is(err, syscall.ENXIO) {
 		return nil, fmt.Errorf("trace: open %s: nobody reads this pipe (start the reader first)", dest)
 	}
+	if errors.Is(err, syscall.EISDIR) {
+		return nil, fmt.Errorf("trace: %w (--trace=FILE names the file itself: add a file name)", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("trace: %w (its directory must exist, and this user be allowed to write there: choose another with --trace=FILE)", err)
 	}

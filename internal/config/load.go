@@ -19,6 +19,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"rdblk/internal/cli"
@@ -78,7 +79,7 @@ func Load(dst Validator, src Source) error {
 	if src.File != "" {
 		fv := viper.New()
 		fv.SetConfigFile(src.File)
-		if f, err := os.Open(src.File); err != nil {
+		if f, err := openFile(src.File); err != nil {
 			errs = append(errs, fmt.Errorf("read configuration %s: %w%s", src.File, cli.Plain(err), fileAdvice(err)))
 		} else if f.Close(); !slices.Contains(fileTypes, strings.ToLower(filepath.Ext(src.File))) {
 			errs = append(errs, fmt.Errorf("read configuration %s: the ending of its name says what is in it, and is none of %s", src.File, strings.Join(fileTypes, ", ")))
@@ -188,8 +189,23 @@ func syntax(err error) string {
 	return s
 }
 
+// openFile opens a file to be read, which a directory is not.
+func openFile(path string) (*os.File, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	if st, err := f.Stat(); err == nil && st.IsDir() {
+		f.Close()
+		return nil, &os.PathError{Op: "open", Path: path, Err: syscall.EISDIR}
+	}
+	return f, nil
+}
+
 func fileAdvice(err error) string {
 	switch {
+	case errors.Is(err, syscall.EISDIR):
+		return " (name the file in it)"
 	case errors.Is(err, os.ErrNotExist):
 		return " (is its name right? configs/ has a sample)"
 	case errors.Is(err, os.ErrPermission):

@@ -148,6 +148,7 @@ func TestEverythingWrongIsSaidAtOnce(t *testing.T) {
 
 func TestFileProblems(t *testing.T) {
 	for name, c := range map[string]struct{ file, want string }{
+		"directory":  {os.TempDir(), "read configuration " + os.TempDir() + ": is a directory (name the file in it)"},
 		"missing":    {"/nonexistent/x.yaml", "read configuration /nonexistent/x.yaml: no such file or directory (is its name right?"},
 		"no type":    {os.DevNull, "none of .yaml"},
 		"list":       {write(t, "count: [1, 2]\n"), "count: it is a list, and one value is wanted"},

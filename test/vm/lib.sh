@@ -15,16 +15,45 @@ NVMET=/sys/kernel/config/nvmet
 
 note() { echo "== $(cut -d' ' -f1 /proc/uptime) $*"; }
 die() { echo "FAIL: $*" >&2; exit 1; }
+# long: whether the long form is asked for (RDBLK_VM_LONG=1): rounds, sizes and cases beyond what shows the claim.
+long() { [ "${VM_LONG:-}" = 1 ]; }
 
-# wait_for SECS COMMAND...: until COMMAND succeeds.
+# wait_for SECS COMMAND...: until COMMAND succeeds. To start a program costs a tenth of a second in emulation, so that
+# one that looks ten times a second takes a processor: it waits by a read from a pipe that nobody writes to, and
+# what is waited for is best a builtin or a function, as those below.
+exec {NEVER}<> <(:)
 wait_for() {
 	local end=$((SECONDS + $1)) what="${*:2}"
 	shift
 	until "$@" >/dev/null 2>&1; do
 		[ $SECONDS -lt "$end" ] || die "waited in vain for: $what"
-		sleep 0.1
+		read -rt 0.1 -u "$NEVER" || :
 	done
 }
+
+# has_line FILE TEXT: whether a line of FILE begins with TEXT.
+has_line() {
+	local line
+	[ -e "$1" ] || return 1
+	while IFS= read -r line; do
+		[[ $line != "$2"* ]] || return 0
+	done <"$1"
+	return 1
+}
+
+# listens PORT: whether somebody takes TCP connections there.
+listens() {
+	local l port
+	printf -v port ':%04X 00000000:0000 0A' "$1"
+	mapfile -t l </proc/net/tcp
+	[[ ${l[*]} == *"$port"* ]]
+}
+# rdma_listens PORT: and somebody on an RDMA device (rxe has no TCP port to look for).
+rdma_listens() { rdma resource show cm_id | has "LISTEN.*:$1"; }
+
+# has [OPTION...] PATTERN: as grep -q behind a pipe, but it reads to the end: what grep leaves unread can end the
+# program in front of it (SIGPIPE), and with pipefail that is a failure, or with "!" a success that is none.
+has() { grep "$@" >/dev/null; }
 
 # Two machines: a flag one raises and the other waits for; FLAG may carry a line of text.
 vm_signal() { echo "${2:-}" >"$VM_SYNC/.$1.$VM_ROLE" && mv "$VM_SYNC/.$1.$VM_ROLE" "$VM_SYNC/$1"; }
@@ -64,7 +93,7 @@ siw_up() {
 	SIW=10.77.0.1
 }
 # rdma link add answers before the port is up; a listener made in that moment gets no device.
-rdma_active() { rdma link show "$1/1" | grep -q 'state ACTIVE'; }
+rdma_active() { rdma link show "$1/1" | has 'state ACTIVE'; }
 
 # --- Storage -----------------------------------------------------------------------------------
 

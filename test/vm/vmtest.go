@@ -47,6 +47,10 @@ type Result struct {
 	Dir    string // results directory ($VM_OUT inside), removed with the test
 }
 
+// Long reports whether the long forms of tests are asked for, RDBLK_VM_LONG=1: more fabrics, rounds and sizes than
+// it takes to show a claim. test/vm/run tells the scripts.
+func Long() bool { return os.Getenv("RDBLK_VM_LONG") == "1" }
+
 // Dir returns the directory of this package's scripts.
 func Dir() string {
 	_, file, _, _ := runtime.Caller(0)
@@ -138,7 +142,8 @@ func run(t testing.TB, c Config) (Result, error) {
 }
 
 // Build compiles a command of this module outside the machine and returns the program's path, which
-// Run makes visible inside. CGO_ENABLED etc. are taken from the environment.
+// Run makes visible inside. CGO_ENABLED etc. are taken from the environment. What is built once serves
+// all tests of a process; [Clean] removes it.
 func Build(t testing.TB, pkg string) string {
 	t.Helper()
 	return compile(t, pkg, "build")
@@ -151,13 +156,45 @@ func BuildTests(t testing.TB, pkg string) string {
 	return compile(t, pkg, "test", "-c")
 }
 
+// built is what compile has made.
+var built struct {
+	sync.Mutex
+	dir  string
+	made map[string]string // how and package: path
+}
+
+// Clean removes what Build and BuildTests have made.
+func Clean() {
+	built.Lock()
+	defer built.Unlock()
+	os.RemoveAll(built.dir)
+	built.dir, built.made = "", nil
+}
+
 func compile(t testing.TB, pkg string, how ...string) string {
 	t.Helper()
-	out := filepath.Join(t.TempDir(), filepath.Base(pkg))
+	built.Lock() // also while it compiles: one compiler has all processors already
+	defer built.Unlock()
+	key := fmt.Sprint(how, pkg)
+	if out, ok := built.made[key]; ok {
+		return out
+	}
+	if built.dir == "" {
+		dir, err := os.MkdirTemp("", "rdblk-vmtest")
+		if err != nil {
+			t.Fatal(err)
+		}
+		built.dir, built.made = dir, map[string]string{}
+	}
+	out := filepath.Join(built.dir, filepath.Base(pkg))
+	if how[0] == "test" {
+		out += ".test"
+	}
 	cmd := exec.Command("go", append(how, "-o", out, pkg)...)
 	cmd.Dir = filepath.Join(Dir(), "..", "..")
 	if text, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("go %s %s: %v\n%s", strings.Join(how, " "), pkg, err, text)
 	}
+	built.made[key] = out
 	return out
 }

@@ -2,7 +2,6 @@ package vmtest
 
 import (
 	"bytes"
-	"cmp"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -10,6 +9,57 @@ import (
 	"testing"
 	"time"
 )
+
+func TestMain(m *testing.M) {
+	rc := m.Run()
+	Clean()
+	os.Exit(rc)
+}
+
+// boots marks a test that boots virtual machines: not with -short, and beside others as far as there are slots.
+func boots(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("boots virtual machines")
+	}
+	t.Parallel()
+}
+
+// forms are what a test is run on: a part of it in the suite, all with RDBLK_VM_LONG=1.
+func forms(suite, more string) []string {
+	if Long() {
+		suite += " " + more
+	}
+	return strings.Fields(suite)
+}
+
+// each runs a subtest for each of these forms, beside each other as far as there are slots.
+func each(t *testing.T, forms []string, run func(t *testing.T, form string)) {
+	for _, f := range forms {
+		t.Run(f, func(t *testing.T) {
+			t.Parallel()
+			run(t, f)
+		})
+	}
+}
+
+// ours runs a script of guest with these of our programs as its first arguments and those of c behind them.
+func ours(t *testing.T, c Config, name string, programs ...string) Result {
+	t.Helper()
+	c.Program = filepath.Join(Dir(), "guest", name)
+	if c.Timeout == 0 {
+		c.Timeout = 10 * time.Minute
+	}
+	var args []string
+	for _, p := range programs {
+		b := Build(t, p)
+		args, c.Show = append(args, b), append(c.Show, filepath.Dir(b))
+	}
+	c.Args = append(args, c.Args...)
+	return Run(t, c)
+}
+
+const rdtarget, rdinit = "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit"
 
 func script(t *testing.T, text string) string {
 	t.Helper()
@@ -23,9 +73,7 @@ func script(t *testing.T, text string) string {
 // The cache is shared by all checkouts of a user, and an initrd is not: one with another init boots another one,
 // and leaves those of others as they are.
 func TestInitrdIsOfItsCheckout(t *testing.T) {
-	if testing.Short() {
-		t.Skip("prepares virtual machines")
-	}
+	boots(t)
 	Require(t)
 	base := os.Getenv("RDBLK_VM_CACHE")
 	if base == "" {
@@ -91,17 +139,16 @@ func TestInitrdIsOfItsCheckout(t *testing.T) {
 // The harness itself: output, status, results, the read-only host, and what a dead or endless
 // machine looks like.
 func TestHarness(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
+	boots(t)
 	t.Run("status and results", func(t *testing.T) {
+		t.Parallel()
 		shown := t.TempDir()
 		if err := os.WriteFile(filepath.Join(shown, "there"), nil, 0o644); err != nil {
 			t.Fatal(err)
 		}
 		r, err := run(t, Config{
 			Program: script(t, `. "$VM_REPO/test/vm/lib.sh"
-				echo "args $*"; echo "word $WORD"; echo result >"$VM_OUT/file"; [ -e '`+shown+`/there' ]; echo lost >"$VM_REPO/test/vm/probe"
+				echo "args $*"; echo "word $WORD"; echo result >"$VM_OUT/file"; [ -e '`+shown+`/there' ]; echo lost >"$VM_REPO/test/vm/probe" || true # vanishes, or is refused
 				[ "$(cat "$VM_REPO/go.mod" | head -1)" = "module rdblk" ]
 				grep -q ^nbd /proc/modules && exit 1; modprobe nbd; [ -b /dev/nbd0 ]
 				exit 41`),
@@ -124,12 +171,14 @@ func TestHarness(t *testing.T) {
 		}
 	})
 	t.Run("panic", func(t *testing.T) {
+		t.Parallel()
 		r, err := run(t, Config{Program: script(t, "echo before; sleep 1; echo c >/proc/sysrq-trigger; sleep 99")})
 		if err == nil || !strings.Contains(err.Error(), "the machine died") || !strings.Contains(r.Output, "sysrq triggered crash") {
 			t.Fatalf("%v\n%s", err, r.Output)
 		}
 	})
 	t.Run("time limit", func(t *testing.T) {
+		t.Parallel()
 		start := time.Now()
 		r, err := run(t, Config{Program: script(t, "echo stuck; sleep 999"), Timeout: time.Minute})
 		if err == nil || !strings.Contains(err.Error(), "not done after") || !strings.Contains(r.Output, "sleep 999") {
@@ -141,9 +190,7 @@ func TestHarness(t *testing.T) {
 
 // Two machines on one wire.
 func TestPeer(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
+	boots(t)
 	one := script(t, `. "$VM_REPO/test/vm/lib.sh"
 		rxe_on eth0
 		if [ $VM_ROLE = 0 ]; then
@@ -173,31 +220,21 @@ func TestPeer(t *testing.T) {
 
 // The kernel against itself: the ground every other test in the machine stands on.
 func TestSmoke(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-	for _, dev := range []string{"rxe", "siw"} {
-		t.Run(dev, func(t *testing.T) {
-			Run(t, Config{Program: filepath.Join(Dir(), "guest", "smoke.sh"), Args: []string{dev}})
-		})
-	}
+	boots(t)
+	each(t, []string{"rxe", "siw"}, func(t *testing.T, dev string) { ours(t, Config{Args: []string{dev}}, "smoke.sh") })
 }
 
 // Our providers, with rdma-core's rping on the other side: software on siw, devices on siw and on rxe.
 func TestRping(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	interop(t, "rping.sh", "rdblk/rdma/examples/rping")
+	boots(t)
+	ours(t, Config{}, "rping.sh", "rdblk/rdma/examples/rping")
 }
 
 // rdtarget is killed and started again under the load of the kernel's host and of rdinit, and the kernel's
 // target goes and comes under that of rdinit.
 func TestKernelHostRestart(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	interop(t, "restart.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+	boots(t)
+	ours(t, Config{}, "restart.sh", rdtarget, rdinit)
 }
 
 // Every kind of I/O, on the kernel's target; guest/nvmet-lib.sh says what the names stand for.
@@ -213,208 +250,133 @@ func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwa
 func TestKernelTargetLink(t *testing.T) { overFabrics(t, "nvmet-link.sh", "iwarp") }
 
 func overFabrics(t *testing.T, name string, fabrics ...string) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-	bin := Build(t, "rdblk/cmd/rdinit")
-	for _, f := range fabrics {
-		t.Run(f, func(t *testing.T) {
-			Run(t, Config{Program: filepath.Join(Dir(), "guest", name), Args: []string{bin}, Show: []string{filepath.Dir(bin)},
-				Env: []string{"FABRIC=" + f}, Timeout: 10 * time.Minute})
-		})
-	}
+	boots(t)
+	each(t, fabrics, func(t *testing.T, f string) { ours(t, Config{Env: []string{"FABRIC=" + f}}, name, rdinit) })
 }
 
 // rdinit attaches /dev/nbdN by itself.
 func TestBlockDevice(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	interop(t, "nbd.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+	boots(t)
+	ours(t, Config{}, "nbd.sh", rdtarget, rdinit)
 }
 
 // The provider on rdma-core, over the kernel's two software devices: the contract, and what happens to devices.
 func TestVerbs(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
+	boots(t)
 	bin := BuildTests(t, "rdblk/rdma/verbs")
-	for dev, args := range map[string][]string{"rxe": nil, "siw": nil, "both": {"-test.run", "TestDeviceByAddress"}} {
-		t.Run(dev, func(t *testing.T) {
-			Run(t, Config{
-				Program: filepath.Join(Dir(), "guest", "verbs.sh"), Args: append([]string{bin, dev, "-test.short", "-test.timeout=5m"}, args...),
-				Show: []string{filepath.Dir(bin)}, Timeout: 6 * time.Minute,
-			})
-		})
-	}
+	each(t, []string{"rxe", "siw"}, func(t *testing.T, dev string) {
+		ours(t, Config{Args: []string{bin, dev, "-test.short", "-test.timeout=8m"}, Show: []string{filepath.Dir(bin)}}, "verbs.sh")
+	})
 }
 
 // What is done with a /dev/nbdN: file systems, discard, fio, a target that is killed under it.
 func TestBlockDeviceFileSystems(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-	for _, provider := range []string{"iwarp", "rxe", "siw"} {
-		t.Run(provider, func(t *testing.T) {
-			blockDevice(t, "nbd-fs.sh", Config{Env: []string{"PROVIDER=" + provider}})
-		})
-	}
+	boots(t)
+	each(t, forms("rxe siw", "iwarp"), func(t *testing.T, p string) {
+		ours(t, Config{Env: []string{"PROVIDER=" + p}}, "nbd-fs.sh", rdtarget, rdinit)
+	})
 }
 
-// Attach, mkfs, detach, attach, fsck, detach, $ROUNDS times.
+// Attach, mkfs, detach, attach, fsck, detach: 3 times, 200 times in the long form, or $ROUNDS.
 func TestBlockDeviceRounds(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
+	boots(t)
 	c := Config{}
 	if n := os.Getenv("ROUNDS"); n != "" {
-		c.Env, c.Timeout = []string{"ROUNDS=" + n}, time.Hour
+		c.Env = []string{"ROUNDS=" + n}
 	}
-	blockDevice(t, "nbd-rounds.sh", c)
+	if Long() || c.Env != nil {
+		c.Timeout = 90 * time.Minute
+	}
+	ours(t, c, "nbd-rounds.sh", rdtarget, rdinit)
 }
 
 // The machine that has the device mounted is short of memory.
 func TestBlockDeviceMemory(t *testing.T) {
 	boots(t)
-	blockDevice(t, "nbd-memory.sh", Config{Peer: filepath.Join(Dir(), "guest", "nbd-memory.sh"), Memory: 512, PeerMem: 1600})
+	ours(t, Config{Peer: filepath.Join(Dir(), "guest", "nbd-memory.sh"), Memory: 512, PeerMem: 1600}, "nbd-memory.sh", rdtarget, rdinit)
 }
 
 // The machine reboots while the device is mounted and written to. It must come to its end, soon, and
 // what was on stable storage when it began must be there.
-// REBOOT names others of the ends that the script knows, which are harsher: REBOOT='busybox sysrq'.
+// The others of the ends that the script knows are harsher.
 func TestBlockDeviceReboot(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-	for _, how := range strings.Fields(cmp.Or(os.Getenv("REBOOT"), "systemd")) {
-		t.Run(how, func(t *testing.T) {
-			r := blockDevice(t, "nbd-reboot.sh", Config{Args: []string{how}, Env: []string{"VM_INIT=1"}})
-			end := time.Now()
-			going := filepath.Join(r.Dir, "going")
-			st, err := os.Stat(going)
-			if err != nil {
-				t.Fatalf("the end has not begun: %v", err)
+	boots(t)
+	each(t, forms("systemd", "busybox sysrq"), func(t *testing.T, how string) {
+		r := ours(t, Config{Args: []string{how}, Env: []string{"VM_INIT=1"}}, "nbd-reboot.sh", rdtarget, rdinit)
+		end := time.Now()
+		going := filepath.Join(r.Dir, "going")
+		st, err := os.Stat(going)
+		if err != nil {
+			t.Fatalf("the end has not begun: %v", err)
+		}
+		// The file has the moment's time by the host's clock: the share is the host's file system.
+		if took := end.Sub(st.ModTime()); took > 30*time.Second {
+			t.Errorf("the end took %v", took)
+		} else {
+			t.Logf("the end took %v", took)
+		}
+		console, err := os.ReadFile(filepath.Join(r.Dir, "console.txt"))
+		last := "reboot: "
+		if how == "sysrq" { // resets at once, and only the key's name is said
+			last = "sysrq: Resetting"
+		}
+		if err != nil || !strings.Contains(string(console), last) {
+			t.Errorf("no reboot on the console (%v):\n%s", err, console)
+		}
+		stable, err := os.ReadFile(going)
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk := filepath.Join(r.Dir, "disk.img")
+		if how == "systemd" { // it unmounts in time: nothing is left to repair
+			if out, err := exec.Command("e2fsck", "-fn", disk).CombinedOutput(); err != nil {
+				t.Errorf("not clean: %v\n%s", err, out)
 			}
-			// The file has the moment's time by the host's clock: the share is the host's file system.
-			if took := end.Sub(st.ModTime()); took > 30*time.Second {
-				t.Errorf("the end took %v", took)
-			} else {
-				t.Logf("the end took %v", took)
-			}
-			console, err := os.ReadFile(filepath.Join(r.Dir, "console.txt"))
-			last := "reboot: "
-			if how == "sysrq" { // resets at once, and only the key's name is said
-				last = "sysrq: Resetting"
-			}
-			if err != nil || !strings.Contains(string(console), last) {
-				t.Errorf("no reboot on the console (%v):\n%s", err, console)
-			}
-			stable, err := os.ReadFile(going)
-			if err != nil {
-				t.Fatal(err)
-			}
-			disk := filepath.Join(r.Dir, "disk.img")
-			if how == "systemd" { // it unmounts in time: nothing is left to repair
-				if out, err := exec.Command("e2fsck", "-fn", disk).CombinedOutput(); err != nil {
-					t.Errorf("not clean: %v\n%s", err, out)
-				}
-			}
-			// Replays the journal. 1: repaired, which for a journal's replay it does not say.
-			out, err := exec.Command("e2fsck", "-fy", disk).CombinedOutput()
-			if exit, ok := err.(*exec.ExitError); err != nil && (!ok || exit.ExitCode() != 1) {
-				t.Fatalf("%v\n%s", err, out)
-			}
-			log, err := exec.Command("debugfs", "-R", "cat /log", disk).Output()
-			if err != nil || !strings.Contains("\n"+string(log), "\n"+strings.TrimSpace(string(stable))+"\n") {
-				t.Errorf("%s was on stable storage, and is lost (%v); the file ends with %q", stable, err, log[max(0, len(log)-100):])
-			}
-		})
-	}
+		}
+		// Replays the journal. 1: repaired, which for a journal's replay it does not say.
+		out, err := exec.Command("e2fsck", "-fy", disk).CombinedOutput()
+		if exit, ok := err.(*exec.ExitError); err != nil && (!ok || exit.ExitCode() != 1) {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		log, err := exec.Command("debugfs", "-R", "cat /log", disk).Output()
+		if err != nil || !strings.Contains("\n"+string(log), "\n"+strings.TrimSpace(string(stable))+"\n") {
+			t.Errorf("%s was on stable storage, and is lost (%v); the file ends with %q", stable, err, log[max(0, len(log)-100):])
+		}
+	})
 }
 
 // rdinit is killed and nobody takes the device over, or somebody does late.
 func TestBlockDeviceDead(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	blockDevice(t, "nbd-dead.sh", Config{})
-}
-
-// blockDevice runs a script with the arguments rdtarget and rdinit, and those of c.
-func blockDevice(t *testing.T, name string, c Config) Result {
-	c.Program = filepath.Join(Dir(), "guest", name)
-	if c.Timeout == 0 {
-		c.Timeout = 10 * time.Minute
-	}
-	var programs []string
-	for _, p := range []string{"rdblk/cmd/rdtarget", "rdblk/cmd/rdinit"} {
-		b := Build(t, p)
-		programs, c.Show = append(programs, b), append(c.Show, filepath.Dir(b))
-	}
-	c.Args = append(programs, c.Args...)
-	return Run(t, c)
-}
-
-// boots skips a test that boots virtual machines with -short.
-func boots(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-}
-
-func interop(t *testing.T, name string, programs ...string) {
-	c := Config{Program: filepath.Join(Dir(), "guest", name), Timeout: 10 * time.Minute}
-	for _, p := range programs {
-		b := Build(t, p)
-		c.Args, c.Show = append(c.Args, b), append(c.Show, filepath.Dir(b))
-	}
-	Run(t, c)
+	boots(t)
+	ours(t, Config{}, "nbd-dead.sh", rdtarget, rdinit)
 }
 
 // rdtarget and rdinit over RDMA devices, and with the software NIC on either side of siw.
 func TestVerbsEndToEnd(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-	target, attach := Build(t, "rdblk/cmd/rdtarget"), Build(t, "rdblk/cmd/rdinit")
-	for kind, pairs := range map[string][]string{
-		"rxe": {"verbs:verbs"},
-		"siw": {"verbs:verbs", "verbs:iwarp", "iwarp:verbs"},
-	} {
-		t.Run(kind, func(t *testing.T) {
-			Run(t, Config{Program: filepath.Join(Dir(), "guest", "verbs-e2e.sh"), Args: append([]string{target, attach, kind}, pairs...),
-				Show: []string{filepath.Dir(target), filepath.Dir(attach)}, Timeout: 10 * time.Minute})
-		})
-	}
+	boots(t)
+	each(t, []string{"rxe", "siw"}, func(t *testing.T, kind string) {
+		pairs := []string{"verbs:verbs"}
+		if kind == "siw" {
+			pairs = append(pairs, "verbs:iwarp", "iwarp:verbs")
+		}
+		ours(t, Config{Args: append([]string{kind}, pairs...)}, "verbs-e2e.sh", rdtarget, rdinit)
+	})
 }
 
 // The device of both programs is removed under load, and comes back.
 func TestVerbsDeviceRemoved(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	target, attach := Build(t, "rdblk/cmd/rdtarget"), Build(t, "rdblk/cmd/rdinit")
-	Run(t, Config{Program: filepath.Join(Dir(), "guest", "verbs-removal.sh"), Args: []string{target, attach},
-		Show: []string{filepath.Dir(target), filepath.Dir(attach)}, Timeout: 6 * time.Minute})
+	boots(t)
+	ours(t, Config{Timeout: 6 * time.Minute}, "verbs-removal.sh", rdtarget, rdinit)
 }
 
 // Two machines on a wire: CRC in use, small segments, both directions.
 func TestWire(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots virtual machines")
-	}
-	guest := filepath.Join(Dir(), "guest", "wire.sh")
-	target, attach := Build(t, "rdblk/cmd/rdtarget"), Build(t, "rdblk/cmd/rdinit")
-	Run(t, Config{
-		Program: guest, Peer: guest, Args: []string{target, attach}, Show: []string{filepath.Dir(target), filepath.Dir(attach)},
-		Timeout: 10 * time.Minute, Memory: 2048,
-	})
+	boots(t)
+	ours(t, Config{Peer: filepath.Join(Dir(), "guest", "wire.sh"), Memory: 2048}, "wire.sh", rdtarget, rdinit)
 }
 
 // rdinit, or rdtarget, is killed under a mounted /dev/nbdN.
 func TestBlockDeviceKill(t *testing.T) {
-	if testing.Short() {
-		t.Skip("boots a virtual machine")
-	}
-	interop(t, "nbd-kill.sh", "rdblk/cmd/rdtarget", "rdblk/cmd/rdinit")
+	boots(t)
+	ours(t, Config{}, "nbd-kill.sh", rdtarget, rdinit)
 }

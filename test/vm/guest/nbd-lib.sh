@@ -31,12 +31,12 @@ serve() {
 	esac
 	: >"$VM_OUT/serving.txt" # the redirection below may come later than the first look
 	"$rdtarget" serve --provider $by --listen $ADDR:4420 --nqn $nqn --allow-any-host "${@:2}" "${what[@]}" >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-	wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/serving.txt"
+	wait_for 30 has_line "$VM_OUT/serving.txt" 'rdtarget: serving'
 }
 attach() { # OPTION...: $client, $DEV
 	: >"$VM_OUT/ready.txt"
 	"$rdinit" attach $ADDR:4420 --provider $by --nqn $nqn "$@" >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
-	wait_for 60 grep -q '^rdinit: attached' "$VM_OUT/ready.txt"
+	wait_for 60 has_line "$VM_OUT/ready.txt" 'rdinit: attached'
 	DEV=$(sed -n 's/^rdinit: attached .*: //p' "$VM_OUT/ready.txt")
 	[ -b "$DEV" ] || die "no device ($DEV) in: $(cat "$VM_OUT/ready.txt")"
 }

@@ -79,9 +79,9 @@ END
 	;;
 busybox | sysrq)
 	"${serve[@]}" >/run/serving 2>"$VM_OUT/rdtarget.txt" &
-	wait_for 30 grep -q '^rdtarget: serving' /run/serving
+	wait_for 30 has_line /run/serving 'rdtarget: serving'
 	"${attach[@]}" >/run/ready 2>"$VM_OUT/rdinit.txt" &
-	wait_for 60 grep -q '^rdinit: attached' /run/ready
+	wait_for 60 has_line /run/ready 'rdinit: attached'
 	mount /dev/nbd0 /mnt/data
 	;;
 esac

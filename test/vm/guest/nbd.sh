@@ -20,7 +20,7 @@ lsblk -b -o NAME,SIZE,LOG-SEC,RO $DEV
 [ "$(cat /sys/block/nbd0/pid)" = $client ]
 [ "$(cat $Q/discard_max_bytes)" != 0 ]
 "$rdinit" list | tee "$VM_OUT/list.txt"; grep -q "$DEV" "$VM_OUT/list.txt"
-"$rdinit" status $DEV | grep -q "device *$DEV"
+"$rdinit" status $DEV | has "device *$DEV"
 note "geometry, flags, list, status"
 
 # In use: by another attachment, by another program.
@@ -103,7 +103,7 @@ ip link set lo up
 cat >/run/inside <<IN
 ip link set lo up
 "$rdtarget" serve --listen 127.0.0.1:4420 --nqn $nqn --run-dir /run/rdblk2 /run/small.img & t=\$!
-while ! ss -tln | grep -q 127.0.0.1:4420; do sleep 0.1; done
+until ss -tln | grep 127.0.0.1:4420 >/dev/null; do sleep 0.1; done
 "$rdinit" attach 127.0.0.1:4420 --device /dev/nbd2 --run-dir /run/rdblk2 & c=\$!
 for i in \$(seq 300); do [ "\$(blockdev --getsize64 /dev/nbd2)" = $((64 << 20)) ] && break; sleep 0.1; done
 mkfs.ext4 -q -F /dev/nbd2 && fsck.ext4 -fn /dev/nbd2 && cat /sys/block/nbd2/queue/write_cache

@@ -13,7 +13,7 @@ said() {
 }
 trap said EXIT
 gone() { ! kill -0 $1; }
-live() { "$rdinit" status | grep -qE 'state +live'; }
+live() { "$rdinit" status | has -E 'state +live'; }
 rxe_up
 siw_up
 for kind in rxe siw; do
@@ -21,9 +21,9 @@ for kind in rxe siw; do
 	truncate -s 64m /run/disk.img
 	rm -f "$VM_OUT/serving.txt" "$VM_OUT/attached.txt"
 	"$rdtarget" serve --provider verbs --listen $addr:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-	wait_for 60 grep -qs '^rdtarget: serving' "$VM_OUT/serving.txt"
+	wait_for 60 has_line "$VM_OUT/serving.txt" 'rdtarget: serving'
 	"$rdinit" attach $addr:4420 --provider verbs --socket $sock --queues 2 --nqn $nqn >"$VM_OUT/attached.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
-	wait_for 60 grep -qs '^rdinit: attached' "$VM_OUT/attached.txt"
+	wait_for 60 has_line "$VM_OUT/attached.txt" 'rdinit: attached'
 	fio_verify '' ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0 size=16m bsrange=32k-32k rate_iops=40 & load=$!
 	for round in 1 2; do
 		sleep 2

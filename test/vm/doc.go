@@ -12,12 +12,39 @@
 // A test calls [Run] with a script, or builds a program of this module with [Build] or a package's
 // tests with [BuildTests] outside (compiling inside takes minutes) and runs that.
 //
-// Tests may run in parallel: [Run] waits for a free slot (RDBLK_VM_SLOTS). A test is skipped only where
+// Tests run in parallel: [Run] waits for a free slot (RDBLK_VM_SLOTS). A test is skipped only where
 // the machine cannot be set up (not root and packages missing, or no network for them),
 // never when CI=true: there it fails.
 //
-// The tests of this package boot about a dozen machines: some five minutes on an idle pair of processors,
-// more than go test's default limit on a busy one. Give -timeout 30m; -short boots none.
+// There is a suite, which make test runs (VMTESTS in the Makefile names its tests), and there is all of it, make vm.
+// One switch makes the difference within a test: with RDBLK_VM_LONG=1 in the environment, as make vm has it, it runs
+// on all its devices, with more rounds and more cases; [Long] tells tests, "long" of lib.sh tells scripts. Give
+// go test -timeout 30m for the suite and 150m for all; -short boots none.
+//
+// What is shown of rdinit, rdtarget and the provider verbs on real devices, and where (the kernel as the peer is in
+// docs/interop.md):
+//
+//	                                              suite                                  make vm, in addition
+//	the contract of rdma/rdmatest, on rxe, siw    TestVerbs
+//	a device removed under its users              TestVerbs (TestDeviceRemoval)          TestVerbsDeviceRemoved: under load
+//	rping of rdma-core, both ways, each provider  TestRping                              sizes, CRC by whom, segment sizes
+//	fio verify, software on one end and rdma-core
+//	on the other, both ways; devices both ends    TestVerbsEndToEnd                      target killed under each pair
+//	both providers on one port                    TestVerbsEndToEnd
+//	an ordinary user who may lock 64 KiB          TestVerbsEndToEnd
+//	ext4, xfs, a source tree, fsck, blkdiscard,
+//	lsblk, partitions, fio verify of 4 jobs       TestBlockDeviceFileSystems/rxe, /siw   /iwarp; io_uring
+//	target killed under fio on a mounted ext4     TestBlockDeviceFileSystems/rxe         /siw, /iwarp
+//	blocks of 4096 bytes; test/fio/run            TestBlockDeviceFileSystems/siw         /rxe, /iwarp
+//	geometry, flags, growth, devices in use,
+//	detach, by force, ioctl                       TestBlockDevice
+//	rdinit killed, another takes the device over  TestBlockDeviceKill                    three times; SIGTERM while mounted
+//	nobody takes it over, or late                                                        TestBlockDeviceDead
+//	memory is short                                                                      TestBlockDeviceMemory
+//	rounds that leave nothing                     TestBlockDeviceRounds: 3               200
+//	reboot while attached, in 30 s                TestBlockDeviceReboot/systemd          /busybox, /sysrq
+//	two machines, CRC32C in use                                                          TestWire
+//	this harness                                  TestHarness, TestInitrdIsOfItsCheckout TestPeer, TestSmoke
 //
 // Figures taken in emulation are good only as ratios within one run.
 package vmtest

@@ -11,10 +11,12 @@ m=/mnt/kill
 mkdir -p $m
 mkfs.ext4 -q -F -E nodiscard $DEV
 mount $DEV $m
-fio_verify $m/fio size=20m bsrange=16k-16k rate_iops=400,40 iodepth=8 & load=$! # writes for 32 s
-for i in 1 2; do
-	sleep 4
-	kill -0 $load || die "fio was done too early"
+fio_until /run/enough $m/fio size=2m bsrange=16k-16k rate_iops=400,100 iodepth=8 & load=$!
+busy() { kill -0 $load && awk '{ exit !($1 + $2) }' /sys/block/nbd0/inflight; } # requests of the load are on their way
+takeovers=1
+! long || takeovers=3
+for ((i = 1; i <= takeovers; i++)); do
+	wait_for 30 busy
 	kill -9 $client; wait $client || true
 	[ -e /sys/block/nbd0/pid ] || die "the kernel has dropped the device"
 	note "rdinit killed under fio"
@@ -24,19 +26,15 @@ for i in 1 2; do
 	note "taken over"
 done
 echo before >$m/file
-kill -0 $load || die "fio was done too early"
-wait $load
-note "verify clean after 2 takeovers"
-
-fio_verify $m/fio2 size=6m bsrange=16k-16k rate_iops=400,40 iodepth=8 & load=$!
-sleep 4
-kill -0 $load || die "fio was done too early"
+wait_for 30 busy
 kill -9 $server; wait $server || true
 note "rdtarget killed under fio"
-sleep 3
+sleep 2
+kill -0 $load || die "fio has ended without a target"
 serve
+touch /run/enough
 wait $load
-note "verify clean after a restart of rdtarget"
+note "verify clean after $takeovers takeovers and a restart of rdtarget"
 umount $m
 e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
 mount $DEV $m
@@ -56,16 +54,18 @@ kill $server; wait $server
 nbd_clean
 
 # And one that is not unmounted is disconnected in the end, with a word about it and exit code 1.
-serve
-attach --device /dev/nbd0
-mount -o ro $DEV $m
-start=$SECONDS rc=0
-kill $client
-wait $client || rc=$?
-[ $rc = 1 ] && [ $((SECONDS - start)) -lt 25 ] || die "exit $rc after $((SECONDS - start)) s"
-grep -q 'mounted on /mnt/kill' "$VM_OUT/rdinit.txt"
-umount $m
-wait_for 10 test ! -e /sys/block/nbd0/pid
-kill $server; wait $server
+if long; then
+	serve
+	attach --device /dev/nbd0
+	mount -o ro $DEV $m
+	start=$SECONDS rc=0
+	kill $client
+	wait $client || rc=$?
+	[ $rc = 1 ] && [ $((SECONDS - start)) -lt 25 ] || die "exit $rc after $((SECONDS - start)) s"
+	grep -q 'mounted on /mnt/kill' "$VM_OUT/rdinit.txt"
+	umount $m
+	wait_for 10 test ! -e /sys/block/nbd0/pid
+	kill $server; wait $server
+fi
 trap - EXIT
 note done

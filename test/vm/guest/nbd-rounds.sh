@@ -1,5 +1,5 @@
 #!/bin/bash
-# Attach, mkfs, detach, attach, fsck, detach, $ROUNDS times (6): always clean, nothing stuck, and nothing left behind
+# Attach, mkfs, detach, attach, fsck, detach, $ROUNDS times (3; 200 in the long form): always clean, nothing stuck, and nothing left behind
 # by rdinit, by rdtarget, in the kernel. What a round costs in emulation is the start of its programs, so most end
 # by SIGTERM and only some by a program that asks for it.
 # Arguments: the rdtarget and the rdinit program.
@@ -23,7 +23,8 @@ term() { # the other way to end it
 	[ ! -e /sys/block/nbd0/pid ] || die "round $i: still bound"
 }
 start=$SECONDS
-for ((i = 1; i <= ${ROUNDS:=6}; i++)); do
+: ${ROUNDS:=$(long && echo 200 || echo 3)}
+for ((i = 1; i <= ROUNDS; i++)); do
 	attach --device auto --queues 2
 	mkfs.ext4 -q -F -E nodiscard $DEV
 	if [ $((i % 5)) = 1 ]; then detach; else term; fi

@@ -1,6 +1,7 @@
 #!/bin/bash
 # rdtarget and rdinit over a verbs device of this machine, or one of them in software (siw only, one wire):
-# NBD clients verify what they write, small and large, and the target is killed and comes back under load.
+# NBD clients verify what they write, small and large; the long form kills the target under each pair's load, too
+# (in the suite nbd-fs.sh does, on devices).
 # Arguments: the rdtarget and the rdinit program, rxe or siw, and pairs of rdtarget's and rdinit's provider (verbs:iwarp).
 . "$VM_REPO/test/vm/lib.sh"
 rdtarget=$1 rdinit=$2 kind=$3
@@ -21,12 +22,12 @@ trap said EXIT
 serve() { # ADDR
 	rm -f "$VM_OUT/serving.txt"
 	"$rdtarget" serve --provider $at_target --listen "${1-$addr}:4420" --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-	wait_for 60 grep -qs '^rdtarget: serving' "$VM_OUT/serving.txt"
+	wait_for 60 has_line "$VM_OUT/serving.txt" 'rdtarget: serving'
 }
 attach() { # [OPTION...]: to $addr
 	rm -f "$VM_OUT/attached.txt"
 	"$rdinit" attach $addr:4420 --provider $at_init --socket $sock --queues 2 --nqn $nqn "$@" >"$VM_OUT/attached.txt" 2>>"$VM_OUT/rdinit.txt" & client=$!
-	wait_for 60 grep -qs '^rdinit: attached' "$VM_OUT/attached.txt"
+	wait_for 60 has_line "$VM_OUT/attached.txt" 'rdinit: attached'
 }
 detach() { "$rdinit" detach $sock >/dev/null; wait $client; }
 nbd=(ioengine=nbd "uri=nbd+unix:///?socket=$sock" direct=0)
@@ -37,25 +38,8 @@ d = {p['name']: p for p in json.load(sys.stdin)['providers']}
 assert [x for x in d['verbs']['devices'] if x['name'] == '${kind}0' and '$addr' in x['addresses'] and x['max_qp_wr'] > 0], d
 assert not d['verbs']['missing'], d['verbs']['missing']"
 gone() { ! kill -0 $1; }
-for pair; do
-	at_target=${pair%:*} at_init=${pair#*:}
-	truncate -s 256m /run/disk.img
-	serve
-	cat "$VM_OUT/serving.txt"
-	"$rdinit" discover --provider $at_init $addr:4420 | grep $nqn
-	attach
-	cat "$VM_OUT/attached.txt"
-	grep -qF "($(via $at_init))" "$VM_OUT/attached.txt"
-	"$rdinit" list
-	"$rdtarget" status
-	"$rdtarget" status | grep -F "connected" | grep -qF "($(via $at_target))"
-	dd if=/dev/urandom of=/run/data bs=1M count=8 status=none
-	nbdcopy /run/data "nbd+unix:///?socket=$sock"
-	cmp -n 8388608 /run/data /run/disk.img
-	note "data is in the target's file"
-	fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=16m offset_increment=32m
-	note "fio verify, 4 jobs, depth 32, 4k-1m done"
-	fio_verify '' "${nbd[@]}" size=24m bsrange=32k-32k rate_iops=80 & load=$!
+restart() {
+	fio_verify '' "${nbd[@]}" size=24m bsrange=32k-32k rate_iops=80 & load=$! # writes for 10 s
 	sleep 4
 	kill -0 $load
 	kill -9 $server; wait $server || true
@@ -67,6 +51,26 @@ for pair; do
 	"$rdinit" status | grep -E 'state +live'
 	"$rdinit" status | grep -E 'reconnects +[1-9]'
 	note "verify clean over the restart"
+}
+for pair; do
+	at_target=${pair%:*} at_init=${pair#*:}
+	truncate -s 256m /run/disk.img
+	serve
+	cat "$VM_OUT/serving.txt"
+	"$rdinit" discover --provider $at_init $addr:4420 | grep $nqn
+	attach
+	cat "$VM_OUT/attached.txt"
+	grep -qF "($(via $at_init))" "$VM_OUT/attached.txt"
+	"$rdinit" list
+	"$rdtarget" status
+	"$rdtarget" status | grep -F "connected" | has -F "($(via $at_target))"
+	dd if=/dev/urandom of=/run/data bs=1M count=8 status=none
+	nbdcopy /run/data "nbd+unix:///?socket=$sock"
+	cmp -n 8388608 /run/data /run/disk.img
+	note "data is in the target's file"
+	fio_verify '' "${nbd[@]}" numjobs=4 iodepth=32 bsrange=4k-1m size=$(long && echo 16m || echo 8m) offset_increment=32m
+	note "fio verify, 4 jobs, depth 32, 4k-1m done"
+	! long || restart
 	detach
 	kill $server
 	wait $server

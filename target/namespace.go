@@ -6,7 +6,6 @@ import (
 	"math/bits"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"rdblk/blockdev"
 	"rdblk/internal/histogram"
@@ -73,6 +72,7 @@ type opStats struct {
 	latency                 histogram.Histogram
 }
 
+// observe counts a request that is going to be answered; its time ends with the next flush.
 func (s *opStats) observe(r *request) {
 	s.ops.Add(1)
 	if r.status.OK() {
@@ -86,7 +86,7 @@ func (s *opStats) observe(r *request) {
 			s.media.Add(1)
 		}
 	}
-	s.latency.Observe(time.Since(r.start))
+	r.q.timed = append(r.q.timed, timedRequest{&s.latency, r.start})
 }
 
 // AddNamespace serves dev under the namespace identifier nsid, 0 = the lowest free

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"rdblk/internal/arena"
+	"rdblk/internal/histogram"
 	"rdblk/internal/timeout"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
@@ -91,6 +92,7 @@ type queue struct {
 	sges     []rdma.SGE
 	recvWRs  []rdma.RecvWR
 	reposts  []rdma.RecvWR
+	timed    []timedRequest    // answered by what is in sends
 	received []receivedCapsule // waiting for a context
 
 	requests    []*request
@@ -107,6 +109,13 @@ type queue struct {
 
 	ctrl  *controller // nil until Connect succeeded
 	share *share      // of the controller on this lane
+}
+
+// timedRequest is a request whose time is still to be taken: one look at the clock, which may be a system call and a
+// slow device, is for all that leave together.
+type timedRequest struct {
+	latency *histogram.Histogram
+	start   time.Time
 }
 
 type receivedCapsule struct {
@@ -308,6 +317,7 @@ func (q *queue) growFull() {
 	if n := q.depth + min(q.depth, extraRequests) - len(q.requests); n > 0 {
 		q.grow(n)
 	}
+	q.timed = make([]timedRequest, 0, len(q.requests))
 }
 
 // attach makes the worker drive the queue. Worker only, as what follows.
@@ -318,7 +328,7 @@ func (q *queue) attach() error {
 	}
 	h.SetMute(q.dev.info.Autonomous)
 	q.h = h
-	q.now = time.Now()
+	q.now = timeNow()
 	q.lane.queues[q] = struct{}{}
 	q.connTask = q.t.cfg.clock.AfterFunc(q.t.cfg.ConnectTimeout, q.connectTimeout)
 	if q.reason != nil {
@@ -341,7 +351,7 @@ func (q *queue) acceptDone(reads int, err error) {
 	}
 	q.maxReads = reads
 	q.state = queueUnconnected
-	q.now = time.Now()
+	q.now = timeNow()
 	for r := q.parked.pop(); r != nil; r = q.parked.pop() {
 		r.setState(reqReceived)
 		q.dispatch(r)
@@ -403,6 +413,7 @@ func (q *queue) close(reason error) {
 		q.conn.Disconnect()
 	}
 	q.qp.Close()
+	q.takeTimes()
 	q.sends, q.reposts, q.received = q.sends[:0], q.reposts[:0], nil
 	q.parked, q.waitRead, q.waitSend = requestList{}, requestList{}, requestList{}
 	q.sweeping = true

@@ -108,7 +108,7 @@ type Worker struct {
 	budget  time.Duration
 	// The core was others' for long when it was given away: until then the worker sleeps
 	// instead of looking. Who wakes up has his turn before those that only yielded.
-	crowdedUntil time.Time
+	crowdedUntil time.Duration
 	rest         time.Duration // to pause before looking for work again, see Handle.Rest
 	events       [64]unix.EpollEvent
 
@@ -336,14 +336,14 @@ func (w *Worker) run(started chan<- error) {
 	}
 	fineTimers()
 	started <- nil
-	var idleSince time.Time
+	idleSince := time.Duration(-1) // -1: not idle
 	for turn := 0; ; turn++ {
 		progress := w.runMail()
 		if w.pollRunnable() {
 			progress = true
 		}
 		if progress {
-			idleSince = time.Time{}
+			idleSince = -1
 			if turn%busyLook == 0 {
 				w.notice() // or a source that never rests would keep the others out
 			}
@@ -360,26 +360,31 @@ func (w *Worker) run(started chan<- error) {
 			w.notice()
 			continue
 		}
-		now := time.Now()
-		if idleSince.IsZero() {
+		now := clock()
+		if idleSince < 0 {
 			idleSince = now
 		}
-		if w.cfg.Busy || now.Sub(idleSince) < w.budget && now.After(w.crowdedUntil) {
+		if w.cfg.Busy || now-idleSince < w.budget && now > w.crowdedUntil {
 			w.look()
-			if d := time.Since(now); d > crowdedYield {
-				w.crowdedUntil = now.Add(d + crowdedTime)
+			if d := clock() - now; d > crowdedYield {
+				w.crowdedUntil = now + d + crowdedTime
 			}
 			continue
 		}
 		if !w.arm() {
-			idleSince = time.Time{}
+			idleSince = -1
 			continue
 		}
 		w.sleep()
-		w.learn(time.Since(idleSince))
-		idleSince = time.Time{}
+		w.learn(clock() - idleSince)
+		idleSince = -1
 	}
 }
+
+var clockStart = time.Now()
+
+// clock is a monotonic clock. time.Now looks at two, each of which may be a system call and a slow device.
+func clock() time.Duration { return time.Since(clockStart) }
 
 func (w *Worker) stopping() bool {
 	w.mu.Lock()

@@ -341,7 +341,7 @@ func TestCrowdedWorkerSleeps(t *testing.T) {
 	}
 	defer w.Close()
 	p := newPipe(t, w)
-	w.Call(func() { w.budget, w.crowdedUntil = time.Hour, time.Now().Add(time.Hour) })
+	w.Call(func() { w.budget, w.crowdedUntil = time.Hour, clock()+time.Hour })
 	eventually(t, "asleep", func() bool { return w.sleeping.Load() })
 	unix.Write(p.fds[1], []byte("x"))
 	eventually(t, "served", func() bool { return p.got.Load() == 1 })

@@ -27,6 +27,7 @@ import (
 	"rdblk/internal/provider"
 	"rdblk/internal/timeout"
 	"rdblk/internal/version"
+	"rdblk/internal/worker"
 	"rdblk/nbd"
 
 	"github.com/spf13/pflag"
@@ -158,6 +159,9 @@ func attach(ctx context.Context, env *cli.Env, s *settings) error {
 		return err
 	}
 	defer needProcs(c.Queues + 2)()
+	if err := worker.CalmMonitor(); err != nil {
+		a.log.Debug("the Go scheduler's monitor stays as it is", "err", err)
+	}
 
 	var closers []func()
 	defer func() {

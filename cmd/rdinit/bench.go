@@ -16,6 +16,7 @@ import (
 	"rdblk/internal/histogram"
 	"rdblk/internal/timeout"
 	"rdblk/internal/version"
+	"rdblk/internal/worker"
 )
 
 const benchHelp = `Attaches the namespace for the time of the measurement and drives its queues directly, so that
@@ -106,6 +107,9 @@ func newBenchCommand(env *cli.Env) *cli.Command {
 			}
 			defer closeTrace()
 			defer needProcs(c.Queues + 2)()
+			if err := worker.CalmMonitor(); err != nil {
+				log.Debug("the Go scheduler's monitor stays as it is", "err", err)
+			}
 			ss, err := initiator.Connect(ctx, c)
 			if err != nil {
 				return offers(ctx, c, err)

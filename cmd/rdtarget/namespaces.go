@@ -41,6 +41,15 @@ func (sv *server) add(n namespace) error {
 		return err // names the path
 	}
 	s.dev = d
+	if !n.shareable() {
+		// A call that waits for storage keeps its P until the Go scheduler's monitor has seen that, which takes its time
+		// (worker.CalmMonitor). For good: a call may still wait when the namespace is gone.
+		executors := sv.s.Executors
+		if executors == 0 {
+			executors = blockdev.DefaultExecutors
+		}
+		needProcs(sv.s.Workers + 2 + executors)
+	}
 	key := ""
 	if info := d.Info(); !info.ReadOnly {
 		if key = losses.Key(n.Path, info); key != "" {

@@ -23,6 +23,7 @@ import (
 	"rdblk/internal/metrics"
 	"rdblk/internal/provider"
 	"rdblk/internal/timeout"
+	"rdblk/internal/worker"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
 
@@ -159,6 +160,9 @@ func serve(ctx context.Context, env *cli.Env, s *settings, load func(now *settin
 		return err
 	}
 	defer needProcs(s.Workers + 2)()
+	if err := worker.CalmMonitor(); err != nil {
+		log.Debug("the Go scheduler's monitor stays as it is", "err", err)
+	}
 
 	// Whatever happens from here on, what was opened is closed, the newest first.
 	var closers []func()

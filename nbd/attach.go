@@ -68,6 +68,11 @@ const (
 	heldWait = 500 * time.Millisecond
 	// proveAfter is how long the kernel gets to take a reply on a new socket.
 	proveAfter = 400 * time.Millisecond
+	// The kernel chooses an I/O scheduler when it makes a device: schedulerOne for one with one queue, as all nbd
+	// devices are then, and schedulerMany for those with several. nbd gets its queues later and keeps the choice,
+	// which passes every request from whoever makes it to a thread of the kernel.
+	schedulerOne  = "mq-deadline"
+	schedulerMany = "none"
 	// lookWait is how long Detach waits for processes that have the device open.
 	lookWait = time.Second
 	// openIn begins what users says of them.
@@ -120,6 +125,8 @@ type kernelNBD interface {
 	open(index int, exclusive, readOnly bool) (blockFile, error)
 	// probe reads a block through socket i, from the device itself.
 	probe(index, i int) error
+	// schedule gives the device the I/O scheduler to if it has from, and tells whether it had.
+	schedule(index int, from, to string) (bool, error)
 	// process describes the process that the thread tid belongs to, by number and name.
 	process(tid int) string
 }
@@ -290,6 +297,7 @@ type KernelDevice struct {
 
 	op   sync.Mutex // serialises changes of the device; guards what follows
 	size int64      // what the kernel was told, bytes
+	many bool       // the scheduler was changed to schedulerMany
 	down bool       // detached, or on the way
 	err  error      // why it ended; set before ended is closed
 
@@ -393,9 +401,28 @@ func (s *Server) AttachDevice(l *DeviceLock, exportName string, o DeviceOptions)
 		k.cutAll("not attached")
 		return fail(err)
 	}
+	if k.opt.Sockets > 1 {
+		k.many = k.schedule(context.Background(), schedulerOne, schedulerMany)
+	}
 	go k.watch()
 	k.prove()
 	return k, nil
+}
+
+// schedule changes the I/O scheduler if it is from. That waits for the requests that the device has.
+func (k *KernelDevice) schedule(ctx context.Context, from, to string) (done bool) {
+	ctx, cancel := timeout.With(ctx, bindWait, "")
+	defer cancel()
+	result := make(chan bool, 1)
+	if err := inTime(ctx, "change", func() error {
+		ok, err := k.kern.schedule(k.lock.index, from, to)
+		result <- ok
+		return err
+	}); err != nil {
+		k.log.Warn("nbd: the device keeps its I/O scheduler", "device", k.Path(), "scheduler", from, "err", err)
+		return false
+	}
+	return <-result
 }
 
 // binding is what the kernel is to know of the device.
@@ -863,6 +890,8 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 	}
 	if err := k.waitUnbound(wait); err != nil {
 		warnings = append(warnings, fmt.Errorf("detach %s: %w", k.Path(), err))
+	} else if k.many {
+		k.schedule(ctx, schedulerMany, schedulerOne)
 	}
 	k.cutAll("detached")
 	k.finish(nil)

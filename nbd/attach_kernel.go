@@ -85,6 +85,24 @@ func (k *sysKernel) state(index int) (devState, error) {
 	return st, nil
 }
 
+// schedule: the file names all schedulers, the one in use in brackets.
+func (k *sysKernel) schedule(index int, from, to string) (bool, error) {
+	path := filepath.Join(k.dir(index), "queue", "scheduler")
+	l, err := attribute(path)
+	if err != nil || !strings.Contains(l, "["+from+"]") {
+		return false, err
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_TRUNC, 0)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	if _, err := f.WriteString(to); err != nil {
+		return false, err
+	}
+	return true, nil
+}
+
 // users looks at mounts, swap, the block layer's holders, and open descriptors. It sees what
 // this process may see.
 func (k *sysKernel) users(index int) []string {

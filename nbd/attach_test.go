@@ -37,6 +37,17 @@ type fakeKernel struct {
 	opens      int
 	deaf       bool // does not read at first
 	only       int  // number of devices; 0: the kernel makes more
+	scheduler  string
+}
+
+func (k *fakeKernel) schedule(_ int, from, to string) (bool, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.scheduler != from {
+		return false, nil
+	}
+	k.scheduler = to
+	return true, nil
 }
 
 type fakeDevice struct {
@@ -230,6 +241,43 @@ func inSeconds(t *testing.T, n int) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(n)*time.Second)
 	t.Cleanup(cancel)
 	return ctx
+}
+
+// A device of several queues gets the scheduler that the kernel has for such, until it is detached; what somebody
+// else has chosen stays.
+func TestScheduler(t *testing.T) {
+	for _, c := range []struct {
+		sockets                 int
+		before, attached, after string
+		chosen                  string // by somebody else meanwhile
+	}{
+		{2, "mq-deadline", "none", "mq-deadline", ""},
+		{1, "mq-deadline", "mq-deadline", "mq-deadline", ""},
+		{2, "bfq", "bfq", "bfq", ""},
+		{2, "none", "none", "none", ""},
+		{2, "mq-deadline", "none", "kyber", "kyber"},
+	} {
+		k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
+		k.scheduler = c.before
+		d := mustAttach(t, k, s, t.TempDir(), "auto", func(o *DeviceOptions) { o.Sockets = c.sockets })
+		now := func() string {
+			k.mu.Lock()
+			defer k.mu.Unlock()
+			return k.scheduler
+		}
+		if now() != c.attached {
+			t.Errorf("%+v: attached with %s", c, now())
+		}
+		if c.chosen != "" {
+			k.schedule(0, c.attached, c.chosen)
+		}
+		if err := d.Detach(inSeconds(t, 10), false); err != nil {
+			t.Fatal(err)
+		}
+		if now() != c.after {
+			t.Errorf("%+v: detached with %s", c, now())
+		}
+	}
 }
 
 // Attach, work on all sockets, detach.
@@ -638,6 +686,19 @@ func TestSysKernel(t *testing.T) {
 	want := []string{"held by dm-3", "mounted on /mnt/p1", "mounted on /b", "swap", "open in process 88 (dd)"}
 	if got := k.users(0); !slices.Equal(got, want) {
 		t.Errorf("%q, want %q", got, want)
+	}
+	if ok, err := k.schedule(0, "mq-deadline", "none"); ok || err != nil {
+		t.Errorf("without a scheduler: %v, %v", ok, err)
+	}
+	write("sys/block/nbd0/queue/scheduler", "[mq-deadline] kyber bfq none\n")
+	if ok, err := k.schedule(0, "none", "mq-deadline"); ok || err != nil {
+		t.Errorf("another scheduler: %v, %v", ok, err)
+	}
+	if ok, err := k.schedule(0, "mq-deadline", "none"); !ok || err != nil {
+		t.Errorf("%v, %v", ok, err)
+	}
+	if b, err := os.ReadFile(dir + "/sys/block/nbd0/queue/scheduler"); err != nil || string(b) != "none" {
+		t.Errorf("%q, %v", b, err)
 	}
 	if got := k.process(88); got != `80 "dd"` {
 		t.Errorf("%q", got)

@@ -3,10 +3,13 @@ package vmtest
 import (
 	"cmp"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,42 +19,201 @@ import (
 	"rdblk/protocol"
 )
 
-// links are the RDMA devices between the kernel's host and rdtarget; see guest/host-lib.sh.
-var links = []string{"soft", "rxe", "siw"}
+// A stage is a script of guest, and what is made of the results that it leaves. Its first arguments are the programs.
+type stage struct {
+	name, script string
+	suite, more  string // links that it runs on, and those with RDBLK_VM_LONG=1 besides
+	programs     []string
+	args         func(link string) []string
+	judge        func(t *testing.T, dir, link string)
+	limit        time.Duration // on a busy machine; default 6 minutes
+}
 
-// onLinks runs a script with rdtarget once for each link and judges what it leaves.
-func onLinks(t *testing.T, name string, judge func(t *testing.T, dir, link string), args ...string) {
+// stages runs, for each link, the stages that are for it in one machine, as a subtest each. -run chooses among them
+// as among all subtests; what is not chosen is not run.
+func stages(t *testing.T, links []string, all []stage) {
 	boots(t)
-	target := Build(t, "rdblk/cmd/rdtarget")
-	timeout := 8 * time.Minute
-	if os.Getenv("ROUNDS") != "" || os.Getenv("RESETS") != "" {
-		timeout = time.Hour
-	}
 	for _, link := range links {
 		t.Run(link, func(t *testing.T) {
-			r := Run(t, Config{
-				Program: filepath.Join(Dir(), "guest", name), Args: append([]string{target, link}, args...),
-				Show: []string{filepath.Dir(target)}, Timeout: timeout,
-			})
-			if judge != nil {
-				judge(t, r.Dir, link)
+			var chosen []stage
+			c := Config{Program: filepath.Join(Dir(), "guest", "several.sh"), Env: []string{"FABRIC=" + link}, Timeout: 2 * time.Minute}
+			for _, s := range all {
+				on := strings.Fields(s.suite)
+				if Long() || named(t.Name(), s.name) {
+					on = append(on, strings.Fields(s.more)...)
+				}
+				if !slices.Contains(on, link) || !runs(t.Name(), s.name) {
+					continue
+				}
+				if len(chosen) > 0 {
+					c.Args = append(c.Args, "--")
+				}
+				chosen = append(chosen, s)
+				c.Args = append(c.Args, s.name, s.script)
+				for _, p := range s.programs {
+					b := Build(t, p)
+					c.Args, c.Show = append(c.Args, b), append(c.Show, filepath.Dir(b))
+				}
+				if s.args != nil {
+					c.Args = append(c.Args, s.args(link)...)
+				}
+				c.Timeout += cmp.Or(s.limit, 6*time.Minute)
 			}
+			if len(chosen) == 0 {
+				return // -run has chosen others
+			}
+			t.Parallel() // beside others as far as there are slots
+			r, err := run(t, c)
+			for _, s := range chosen {
+				t.Run(s.name, func(t *testing.T) {
+					dir := filepath.Join(r.Dir, s.name)
+					output, _ := os.ReadFile(filepath.Join(dir, "output.txt"))
+					t.Logf("%s:\n%s", s.script, output)
+					status, e := os.ReadFile(filepath.Join(dir, "status"))
+					var rc, seconds int
+					switch _, e2 := fmt.Sscan(string(status), &rc, &seconds); {
+					case e != nil && err != nil:
+						t.Fatal("not run to its end: the machine ended before")
+					case e != nil || e2 != nil:
+						t.Fatalf("no status: %v, %v", e, e2)
+					case rc != 0:
+						t.Fatalf("%s: exit status %d", s.script, rc)
+					}
+					t.Logf("%d s", seconds)
+					if s.judge != nil {
+						s.judge(t, dir, link)
+					}
+				})
+			}
+			if err != nil {
+				t.Fatalf("%v\n%s", err, r.Output)
+			}
+			t.Log(r.Output)
 		})
 	}
 }
 
-// The kernel's host and nvme-cli: every command, with what the tools print.
-func TestKernelHostCommands(t *testing.T) { onLinks(t, "host.sh", judgeCommands) }
+// The kernel's host and rdtarget; the links, which are RDMA devices, are explained in guest/host-lib.sh.
+func TestKernelHost(t *testing.T) {
+	target := func(name, suite, more string, judge func(*testing.T, string, string)) stage {
+		return stage{name: name, script: "host-" + name + ".sh", suite: suite, more: more, programs: []string{rdtarget}, judge: judge,
+			args: func(link string) []string { return []string{link} }}
+	}
+	// $CONNECTS rounds over soft, and $RESETS, with time for them.
+	churn := target("churn", "soft", "rxe siw", nil)
+	churn.args = func(link string) []string {
+		connects := "5"
+		if link == "soft" {
+			connects = cmp.Or(os.Getenv("CONNECTS"), connects)
+		}
+		return []string{link, connects, cmp.Or(os.Getenv("RESETS"), "2")}
+	}
+	if os.Getenv("CONNECTS")+os.Getenv("RESETS") != "" {
+		churn.limit = time.Hour
+	}
+	stages(t, []string{"soft", "rxe", "siw"}, []stage{
+		// nvme-cli: every command, with what the tools print.
+		target("commands", "rxe", "soft siw", judgeCommands),
+		// File systems, large commands, FUA and Flush down to the disk behind rdtarget, answers that close keys.
+		target("io", "siw", "soft rxe", func(t *testing.T, dir, link string) {
+			if link != "rxe" { // its packets are not seen by a capture
+				judgeAnswers(t, dir, "invalidate", "plain", "unasked")
+			}
+		}),
+		// Growth, namespaces and hosts that come and go, a persistent discovery controller.
+		target("events", "soft", "rxe siw", nil),
+		// Connect and disconnect in rounds, then resets and lost links under load, without a leak.
+		churn,
+		// rdtarget is killed and started again under the load of the kernel's host and of rdinit, and the kernel's
+		// target goes and comes under that of rdinit.
+		{name: "restart", script: "restart.sh", more: "soft", programs: []string{rdtarget, rdinit}},
+	})
+}
 
-// File systems, large commands, FUA and Flush down to the disk behind rdtarget.
-func TestKernelHostIO(t *testing.T) { onLinks(t, "host-io.sh", nil) }
+// rdinit and the kernel's target; the links are explained in guest/nvmet-lib.sh.
+func TestKernelTarget(t *testing.T) {
+	attach := func(name, suite, more string) stage {
+		return stage{name: name, script: "nvmet-" + name + ".sh", suite: suite, more: more, programs: []string{rdinit}}
+	}
+	io := attach("io", "iwarp", "rxe siw") // every kind of I/O
+	io.judge = func(t *testing.T, dir, link string) {
+		if link == "iwarp" { // the only one that has windows and can be captured
+			judgeAnswers(t, dir, "invalidate", "plain")
+		}
+	}
+	stages(t, []string{"iwarp", "rxe", "siw"}, []stage{
+		io,
+		attach("events", "rxe", "iwarp siw"), // growth, namespaces that come, go and are swapped, restarts and removals
+		attach("link", "", "iwarp"),          // down and up under load
+		attach("churn", "siw", "iwarp rxe"),  // attached and detached, cut and connected; the last, because of what siw keeps
+	})
+}
 
-// Growth, namespaces and hosts that come and go, a persistent discovery controller.
-func TestKernelHostEvents(t *testing.T) { onLinks(t, "host-events.sh", nil) }
+// runs reports whether -run, as go test reads it, runs the subtest of that name; named whether it asks for it by name.
+func runs(test, sub string) bool {
+	return matches(flag.Lookup("test.run").Value.String(), test+"/"+sub)
+}
+func named(test, sub string) bool { return runs(test, sub) && !runs(test, "\x00") }
 
-// Connect and disconnect in $ROUNDS rounds, then $RESETS resets and lost links under load, without a leak.
-func TestKernelHostChurn(t *testing.T) {
-	onLinks(t, "host-churn.sh", nil, cmp.Or(os.Getenv("ROUNDS"), "5"), os.Getenv("RESETS"))
+// matches reports whether a pattern of -run matches a test's name: alternatives of expressions between slashes, one for each
+// level; levels that the pattern does not have match.
+func matches(pattern, name string) bool {
+	names := strings.Split(name, "/")
+next:
+	for _, alternative := range outside(pattern, '|') {
+		for i, e := range outside(alternative, '/') {
+			if i < len(names) && !regexp.MustCompile(e).MatchString(names[i]) {
+				continue next
+			}
+		}
+		return true
+	}
+	return false
+}
+
+// outside splits at what is in no group and no class of an expression.
+func outside(pattern string, at byte) (parts []string) {
+	depth, from := 0, 0
+	for i := 0; i < len(pattern); i++ {
+		switch c := pattern[i]; {
+		case c == '\\':
+			i++
+		case c == '(' || c == '[':
+			depth++
+		case c == ')' || c == ']':
+			depth--
+		case c == at && depth == 0:
+			parts, from = append(parts, pattern[from:i]), i+1
+		}
+	}
+	return append(parts, pattern[from:])
+}
+
+// judgeAnswers looks for Sends with Invalidate in what was captured, with the witness that shares no code with the
+// providers: at least 16 in invalidate.pcap, and none but as many answers in the others.
+func judgeAnswers(t *testing.T, dir string, captures ...string) {
+	dump := Build(t, "rdblk/test/vm/mpadump")
+	for _, name := range captures {
+		closes := name == "invalidate"
+		out, err := exec.Command(dump, filepath.Join(dir, name+".pcap")).CombinedOutput()
+		if err != nil {
+			t.Errorf("%s: %v\n%s", name, err, out)
+			continue
+		}
+		sends := map[string]int{}
+		for _, m := range regexp.MustCompile(`(?m)^ *\d+ <- (Send\w*) `).FindAllSubmatch(out, -1) {
+			sends[string(m[1])]++
+		}
+		closing, all := 0, 0
+		for op, n := range sends {
+			if all += n; strings.HasSuffix(op, "Inv") {
+				closing += n
+			}
+		}
+		if all < 16 || closes && closing < 16 || !closes && closing > 0 {
+			t.Errorf("%s: answers on the wire: %v", name, sends)
+		}
+	}
 }
 
 const (
@@ -59,7 +221,7 @@ const (
 	vmNQN   = "nqn.2026-11.io.rdblk:vm"
 )
 
-// judgeCommands reads what nvme-cli has printed in host.sh.
+// judgeCommands reads what nvme-cli has printed in host-commands.sh.
 func judgeCommands(t *testing.T, dir, link string) {
 	read := func(name string) string {
 		b, err := os.ReadFile(filepath.Join(dir, name))
@@ -299,6 +461,7 @@ func judgeCommands(t *testing.T, dir, link string) {
 	has("flush.txt", "success")
 	has("write-zeroes.txt", "Success")
 	has("dsm.txt", "success")
+	has("verify.txt", "Success")
 	has("beyond.txt", "LBA Out of Range")
 	counts := func(name string) map[string]int {
 		m := map[string]int{}
@@ -309,7 +472,7 @@ func judgeCommands(t *testing.T, dir, link string) {
 		return m
 	}
 	before, after := counts("ops-before.txt"), counts("ops-after.txt")
-	for op, want := range map[string]int{"read": 1, "flush": 1, "write_zeroes": 1, "discard": 1, "compare": 2} {
+	for op, want := range map[string]int{"read": 1, "flush": 1, "write_zeroes": 1, "discard": 1, "compare": 2, "verify": 1} {
 		if n := after[op] - before[op]; n != want {
 			t.Errorf("%d commands counted as %s, want %d", n, op, want)
 		}

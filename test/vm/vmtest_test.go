@@ -230,30 +230,6 @@ func TestRping(t *testing.T) {
 	ours(t, Config{}, "rping.sh", "rdblk/rdma/examples/rping")
 }
 
-// rdtarget is killed and started again under the load of the kernel's host and of rdinit, and the kernel's
-// target goes and comes under that of rdinit.
-func TestKernelHostRestart(t *testing.T) {
-	boots(t)
-	ours(t, Config{}, "restart.sh", rdtarget, rdinit)
-}
-
-// Every kind of I/O, on the kernel's target; guest/nvmet-lib.sh says what the names stand for.
-func TestKernelTargetIO(t *testing.T) { overFabrics(t, "nvmet.sh", "iwarp", "rxe", "siw") }
-
-// Growth, namespaces that come, go and are swapped, restarts and removals at the kernel's target.
-func TestKernelTargetEvents(t *testing.T) { overFabrics(t, "nvmet-events.sh", "iwarp", "siw") }
-
-// Attached and detached, cut and connected, again and again; ROUNDS and CUTS of guest/nvmet-churn.sh say how often.
-func TestKernelTargetChurn(t *testing.T) { overFabrics(t, "nvmet-churn.sh", "iwarp", "rxe") }
-
-// rdinit's link to the kernel's target goes down and comes back under load.
-func TestKernelTargetLink(t *testing.T) { overFabrics(t, "nvmet-link.sh", "iwarp") }
-
-func overFabrics(t *testing.T, name string, fabrics ...string) {
-	boots(t)
-	each(t, fabrics, func(t *testing.T, f string) { ours(t, Config{Env: []string{"FABRIC=" + f}}, name, rdinit) })
-}
-
 // rdinit attaches /dev/nbdN by itself.
 func TestBlockDevice(t *testing.T) {
 	boots(t)

@@ -2,10 +2,8 @@
 # The kernel's host comes and goes at rdtarget: connect and disconnect in rounds; with a number of resets, also
 # reset under load and the link down and up under load. Nothing hangs, data stays right, rdtarget holds nothing
 # more at the end than after two rounds by nvme-cli.
-# Arguments: the rdtarget program, the link (see host-lib.sh), rounds of connect and disconnect (5), resets (soft: 2;
-# the others none).
-rdtarget=$1 rounds=${3:-5} resets=${4:-}
-if [ -z "$resets" ]; then case $2 in soft) resets=2 ;; *) resets=0 ;; esac; fi
+# Arguments: the rdtarget program, the link (see host-lib.sh), rounds of connect and disconnect (5), resets (2).
+rdtarget=$1 rounds=${3:-5} resets=${4:-2}
 . "$VM_REPO/test/vm/guest/host-lib.sh"
 link "$2"
 on_exit
@@ -44,17 +42,11 @@ note "rdtarget: $rss kB resident before, $now after"
 [ $now -le $((rss + 16384)) ] || die "memory"
 note "$rounds times connected and disconnected by $PROVIDER"
 
-if [ "$resets" = 0 ]; then
-	stop
-	note done
-	exit
-fi
-
 live() { wait_for 60 grep -q live /sys/class/nvme/$CTRL/state; }
 nvme_connect $ADDR $nqn --nr-io-queues=2 --keep-alive-tmo=2 --reconnect-delay=1 --ctrl-loss-tmo=120
 rm -f /run/enough; fio_until /run/enough $NVME size=4m rate=,2m & load=$!
 for ((i = 0; i < resets; i++)); do
-	sleep 0.7
+	busy
 	kill -0 $load || die "the load has failed at reset $i"
 	timeout 60 nvme reset /dev/$CTRL
 	live
@@ -64,7 +56,7 @@ note "$resets resets under load, verify clean"
 
 lost() { # WHAT SECS DEV: it is down for so long, under load
 	rm -f /run/enough; fio_until /run/enough $NVME size=4m rate=,2m & load=$!
-	sleep 2
+	busy
 	kill -0 $load || die "the load has failed"
 	ip link set "$3" down
 	sleep "$2"

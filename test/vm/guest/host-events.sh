@@ -61,7 +61,7 @@ b=$(nsdev 2)
 [ "$(blockdev --getsize64 $b)" = $((96 << 20)) ] || die "size of $b"
 uuid=$(curl -sf http://$HTTP/status | jq -r '.target.namespaces[] | select(.nsid == 2).uuid')
 [ "$(cat /sys/block/${b#/dev/}/uuid)" = "$uuid" ] || die "UUID $(cat /sys/block/${b#/dev/}/uuid), rdtarget says $uuid"
-fio_verify $b size=16m
+fio_verify $b size=4m
 head -c 1048576 /dev/urandom >/run/data
 dd if=/run/data of=$b bs=64k seek=512 oflag=direct status=none
 same
@@ -70,8 +70,8 @@ note "namespace 2 came as $b"
 # It goes under load: the load fails, nothing hangs, namespace 1 goes on.
 fio --name=load --filename=$b --size=16m --rw=randrw --bs=4k --iodepth=8 --ioengine=libaio --direct=1 --time_based --runtime=60 --output="$VM_OUT/load.txt" 2>&1 &
 load=$!
-fio_verify $NVME size=16m & quiet=$!
-wait_for 30 sh -c "[ \$(curl -sf http://$HTTP/metrics | awk '/^rdtarget_operations_total{nsid=\"2\",op=\"write\"}/ {print \$2}') -gt 600 ]"
+fio_verify $NVME size=8m & quiet=$!
+busy 2
 config $host /run/a.img
 hup
 wait_for 20 sh -c "! grep -qx 2 /sys/block/nvme*n*/nsid"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Data of the kernel's host on rdtarget: a file system, fio verify with commands of 1 MiB, and FUA and Flush, counted
-# at rdtarget and seen by the kernel's tracing at the disk behind it.
+# Data of the kernel's host on rdtarget: a file system, fio verify with commands of 1 MiB, FUA and Flush, counted
+# at rdtarget and seen by the kernel's tracing at the disk behind it, and answers that close the host's key and that do not.
 # Arguments: the rdtarget program, the link (see host-lib.sh).
 rdtarget=$1
 . "$VM_REPO/test/vm/guest/host-lib.sh"
@@ -61,7 +61,29 @@ if [ "$2" = soft ]; then
 	fs_check $NVME xfs
 	note "xfs done"
 fi
+# The host asks for Send with Invalidate; then rdtarget is told not to; then the host does not ask for it, because it opens
+# all its memory by one key (what register_always=N means for commands in one piece).
+nvme_disconnect $nqn
+answers invalidate
+note "16 reads: $inv Sends with Invalidate"
+[ $inv = 16 ] || die "keys that are to be closed are not"
 nvme_disconnect $nqn
 stop
+RDTARGET_SEND_INVALIDATE=false serve --allow-any-host --config /run/c.yaml
+answers plain
+[ $inv = 0 ] || die "$inv keys are closed in spite of send_invalidate: false"
+fio_verify $NVME bsrange=512-256k size=2m
+nvme_disconnect $nqn
+stop
+modprobe -r nvme-rdma
+modprobe nvme-rdma register_always=N
+serve --allow-any-host --config /run/c.yaml
+answers unasked
+[ $inv = 0 ] || die "$inv keys are closed that the host did not offer"
+fio_verify $NVME bsrange=512-256k size=2m
+nvme_disconnect $nqn
+stop
+modprobe -r nvme-rdma # and its parameter
+note "none with send_invalidate: false, nor for a host that does not ask"
 kernel_clean
 note done

@@ -47,10 +47,11 @@ get() {
 metric() { get /metrics | awk -v m="$1" '$1 == m {printf "%d\n", $2; found = 1} END {exit !found}'; }
 # objects: what rdtarget holds, one figure a line, to be compared later.
 objects() {
-	local p
-	p=$(get "/debug/pprof/goroutine?debug=1" | sed -n 's/^goroutine profile: .*total //p')
-	# The request itself has a connection and its goroutines; both samples have them.
-	echo "goroutines $p"
+	# The request itself has a connection and its goroutines; both samples have them. Executors that a load has made begin
+	# wait for the next one: there are up to 32 for each namespace.
+	get "/debug/pprof/goroutine?debug=1" >"$VM_OUT/goroutines.txt"
+	awk '/^[0-9]+ @/ {n = $1; all += n; cond = 0} /sync.\(\*Cond\).Wait/ {cond = 1} cond && /blockdev.\(\*Executor\).run/ {all -= n; cond = 0}
+		END {print "goroutines", all}' "$VM_OUT/goroutines.txt"
 	echo "descriptors $(find /proc/$server/fd -mindepth 1 -printf '%l\n' 2>/dev/null | sed 's/[0-9]*//g' | sort | uniq -c | tr -s ' \n' ' ,')"
 	get /metrics | grep -E '^rdtarget_(rdma_objects|connections |controllers|worker_queues|worker_buffer_in_use_bytes|connections_pending)'
 }
@@ -63,9 +64,24 @@ no_leak() {
 		if settled "$1"; then return 0; fi
 		sleep 0.2
 	done
-	cat "$VM_OUT/objects.diff" >&2
+	cat "$VM_OUT/objects.diff" "$VM_OUT/goroutines.txt" >&2
 	die "rdtarget holds more than before"
 }
+# answers NAME: connects, reads a page 16 times; $inv of the answers close a key as rdtarget counts them. What is on the wire goes to
+# $VM_OUT/NAME.pcap, for TestKernelHost, but over rxe, which keeps packets to itself.
+answers() {
+	[ $NETDEV = v0 ] || capture_start lo "$VM_OUT/$1.pcap" tcp port 4420
+	nvme_connect $ADDR $nqn
+	local before=$(sent_inv)
+	dd if=$NVME of=/dev/null bs=4k count=16 iflag=direct status=none
+	inv=$(($(sent_inv) - before))
+	[ $NETDEV = v0 ] || capture_stop
+}
+sent_inv() { get /metrics | awk '/^rdtarget_worker_send_invalidate_total/ {n += $2} END {print n + 0}'; }
+# busy [NSID]: the load is at work; rdtarget has written to that namespace (1) 32 more times.
+busy() { wait_for 60 written ${1:-1} $(($(writes ${1:-1}) + 32)); }
+written() { [ "$(writes $1)" -ge $2 ]; }
+writes() { metric "rdtarget_operations_total{nsid=\"$1\",op=\"write\"}"; }
 # ask FILE COMMAND...: its output into $VM_OUT/FILE; it must succeed.
 ask() {
 	local f=$VM_OUT/$1

@@ -1,16 +1,22 @@
 #!/bin/bash
 # rdinit attached and detached again and again at the kernel's nvmet-rdma, and one attachment whose connections
 # are cut again and again under load: nothing is left behind in either kernel or process.
-# Arguments: the rdinit program. FABRIC: see nvmet-lib.sh; ROUNDS (8) of attach and detach, CUTS (5).
+# Arguments: the rdinit program. FABRIC: see nvmet-lib.sh; ROUNDS (5) of attach and detach, CUTS (3).
 . "$VM_REPO/test/vm/lib.sh"
 . "$VM_REPO/test/vm/guest/nvmet-lib.sh"
-rounds=${ROUNDS:-8} cuts=${CUTS:-5}
+rounds=${ROUNDS:-5} cuts=${CUTS:-3}
 fabric_up
 null_up nb0 128
 nvmet_subsys $nqn
 nvmet_ns $nqn 1 $BLK
 nvmet_port 1 $ADDR 4420
 echo 16384 >$NVMET/ports/1/param_inline_data_size
+# With a subsystem that stays on the port a cut ends the controllers and leaves the listener. siw of Linux 6.1 does not
+# survive the end of a listener that has connections it has not taken yet (see the end).
+if [ $FABRIC != rxe ]; then
+	nvmet_subsys $nqn-stays
+	ln -s $NVMET/subsystems/$nqn-stays $NVMET/ports/1/subsystems/
+fi
 ln -s $NVMET/subsystems/$nqn $NVMET/ports/1/subsystems/
 # objects: what the kernel holds of each kind, but completion queues, which its pool keeps.
 objects() { rdma resource show | sed 's/ cq [0-9]*//; s/ *$//' | tr '\n' ';'; }
@@ -30,7 +36,7 @@ round() {
 }
 round 0
 base=
-until [ "$(objects)" = "$base" ]; do base=$(objects); sleep 2; done # at rest when it stays so
+until [ "$(objects)" = "$base" ]; do base=$(objects); sleep 1; done # at rest when it stays so
 note "at rest: $base"
 for ((i = 1; i <= rounds; i++)); do round $i; done
 quiet
@@ -38,7 +44,7 @@ note "$rounds rounds: the kernel holds what it held"
 
 # One process: every cut is a reconnect with everything made anew.
 use() { echo "$(ls /proc/$client/fd | wc -l) $(ls /proc/$client/task | wc -l)"; }
-sever() { # the subsystem leaves the port: nvmet ends every controller
+sever() { # the subsystem leaves the port: nvmet ends its controllers
 	local n
 	n=$(state .reconnects)
 	nvmet_unlink 1 $nqn
@@ -49,9 +55,10 @@ under() { # TIMES FIO-OPTION...: so often under load; what the process holds sta
 	local times=$1 load up now rss after i
 	shift
 	rm -f /run/enough; fio_until /run/enough '' ioengine=nbd "uri=$nbd_uri" direct=0 size=2m rate=,1m "$@" & load=$!
+	busy $BLK
 	sever; sever # what the runtime makes once
 	up=$(use) rss=$(awk '/VmRSS/ {print $2}' /proc/$client/status)
-	for ((i = 1; i <= times; i++)); do kill -0 $load; sever; done
+	for ((i = 1; i <= times; i++)); do busy $BLK; kill -0 $load; sever; done
 	touch /run/enough; wait $load
 	now=$(use) after=$(awk '/VmRSS/ {print $2}' /proc/$client/status)
 	note "$times reconnects under $*: descriptors and threads $up, then $now; $rss kB resident, then $after"
@@ -80,5 +87,13 @@ if [ $FABRIC = rxe ]; then quiet; else
 	note "Reads in flight at a cut: the kernel holds $(objects)"
 fi
 kernel_clean
+# What siw does to its listener when a TCP client closes before its connection has been taken: should it have learned better,
+# docs/interop.md has to say so, and cuts may end the listener here as over rxe.
+if [ $FABRIC != rxe ]; then
+	gone=
+	for i in {1..50}; do { exec 5<>/dev/tcp/$ADDR/4420 && exec 5>&-; } 2>/dev/null || { gone=$i; break; }; done
+	[ -n "$gone" ] || die "50 TCP clients came and went, and siw still listens"
+	note "siw lost its listener to TCP client $((gone - 1))"
+fi
 trap - EXIT
 note done

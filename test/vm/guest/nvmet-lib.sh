@@ -37,6 +37,18 @@ detach() {
 	[ $((SECONDS - start)) -le 12 ] || die "detach took $((SECONDS - start)) s"
 	wait $client || die "attach ended with $?"
 }
+# busy DEV: the load is at work; the block device DEV has 32 more writes behind it.
+busy() {
+	local s
+	read -ra s </sys/block/${1#/dev/}/stat
+	wait_for 60 written $1 $((s[4] + 32))
+}
+written() { local s; read -ra s </sys/block/${1#/dev/}/stat; [ "${s[4]}" -ge $2 ]; }
+# traced PATTERN...: each is in what rdinit wrote to $RDINIT_TRACE.
+traced() {
+	local p
+	for p in "$@"; do grep -Eq "$p" "$RDINIT_TRACE" || { tail -20 "$RDINIT_TRACE"; die "no line of the trace has: $p"; }; done
+}
 # state EXPRESSION: jq's, of the first attachment's status: .size
 state() { "$rdinit" status -o json | jq -r ".[0] | $1"; }
 holds() { [ "$(state "$1")" = true ]; }

@@ -23,8 +23,8 @@ nvmet_port 1 $ADDR 4420 $nqn
 attach --nqn $nqn --socket $sock
 fio_until /run/enough '' ioengine=nbd "uri=$nbd_uri" direct=0 size=2m rate=,1m bsrange=4k-32k & load=$!
 for down in 1 12; do
-	sleep 3
-	kill -0 $load # still at work
+	busy $BLK
+	kill -0 $load
 	ip -n host link set v1 down
 	sleep $down
 	[ $down -lt 10 ] || holds '.state == "reconnecting" and .last_error != null'

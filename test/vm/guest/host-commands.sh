@@ -1,7 +1,7 @@
 #!/bin/bash
 # The kernel's nvme-rdma host and nvme-cli on rdtarget: discovery, connect with every option, every
 # command nvme-cli has for what the target supports, refusals. What the tools print is left in $VM_OUT and
-# judged by TestKernelHostCommands; nvmet's answers to the same questions lie beside it.
+# judged by TestKernelHost; nvmet's answers to the same questions lie beside it.
 # Arguments: the rdtarget program, the link (see host-lib.sh).
 rdtarget=$1
 . "$VM_REPO/test/vm/guest/host-lib.sh"
@@ -73,6 +73,7 @@ blocks=$(stat -c %b /run/disk.img)
 ask dsm.txt nvme dsm $NVME -n 1 -d -s 1024 -b 512
 [ "$(stat -c %b /run/disk.img)" -le $((blocks - 512)) ] || die "the deallocated blocks are still there: $blocks, $(stat -c %b /run/disk.img)"
 cmp -n 262144 -i 524288:0 /run/disk.img /dev/zero
+ask verify.txt nvme verify $NVME -n 1 -s 0 -c 7
 refused beyond.txt nvme read $NVME -s 262144 -c 0 -z 512
 counts >"$VM_OUT/ops-after.txt"
 ask error-after.json nvme error-log $c -e 4 -o json

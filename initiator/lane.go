@@ -386,7 +386,7 @@ func (l *lane) register(depth int) error {
 	l.reposts = make([]rdma.RecvWR, 0, depth)
 	l.first = make([]rdma.SendWR, 0, 2*depth)
 	l.started = make([]uint16, 0, n)
-	l.sends = make([]rdma.SendWR, 0, n)
+	l.sends = make([]rdma.SendWR, 0, 3*depth)
 	return nil
 }
 
@@ -562,7 +562,7 @@ func (l *lane) start(c *command) {
 		s.nsge = 2
 		l.inCapsuleSent++
 	case l.windows:
-		// The key is known when the bind is posted.
+		// The key is put in when the command is posted.
 		s.window, s.closed = true, false
 		s.dataAddr = addr
 		s.bind[0] = rdma.SGE{Addr: addr, Len: c.length, LKey: lkey}
@@ -611,8 +611,8 @@ func (l *lane) holdAt(now int64) bool {
 }
 
 // post hands everything that has gathered to the queue pair: receives first, so that no
-// response can meet an empty receive queue, then invalidations and binds, then the
-// commands.
+// response can meet an empty receive queue, then with one doorbell invalidations and
+// binds and, behind them, the commands.
 func (l *lane) post() {
 	if l.heldAt != 0 {
 		l.heldAt = 0
@@ -626,23 +626,19 @@ func (l *lane) post() {
 			return
 		}
 	}
-	if len(l.first) > 0 {
-		_, err := l.qp.PostSend(l.first...)
-		l.first = l.first[:0]
-		if err != nil {
-			l.die(fmt.Errorf("post binds and invalidations: %w", err))
-			return
-		}
-	}
-	if len(l.started) == 0 {
+	if len(l.started)+len(l.first) == 0 {
 		return
 	}
-	now := nano()
-	l.sends = l.sends[:0]
+	l.sends = append(l.sends[:0], l.first...)
+	l.first = l.first[:0]
+	now := int64(0)
+	if len(l.started) > 0 {
+		now = nano()
+	}
 	for _, i := range l.started {
 		s := &l.slots[i]
 		if s.window {
-			s.rkey = s.mw.RKey()
+			s.rkey = rdma.NextKey(s.mw.RKey()) // the bind is in front
 			s.sqe.SetKeyedSGL(s.dataAddr, s.bind[0].Len, s.rkey, l.info.SendInv)
 		}
 		s.postedAt = now
@@ -653,12 +649,14 @@ func (l *lane) post() {
 		}
 		l.sends = append(l.sends, rdma.SendWR{ID: uint64(i)<<kindBits | kindSend, Op: rdma.OpSend, Flags: flags, SGL: s.send[:s.nsge]})
 	}
-	if l.out += len(l.started); l.out >= l.usual {
-		l.usual = l.out
-	} else {
-		l.usual -= (l.usual - l.out + 7) / 8
+	if n := len(l.started); n > 0 {
+		if l.out += n; l.out >= l.usual {
+			l.usual = l.out
+		} else {
+			l.usual -= (l.usual - l.out + 7) / 8
+		}
+		l.started = l.started[:0]
 	}
-	l.started = l.started[:0]
 	if _, err := l.qp.PostSend(l.sends...); err != nil {
 		l.die(fmt.Errorf("post commands: %w", err))
 	}

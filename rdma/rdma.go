@@ -110,11 +110,15 @@ type MR interface {
 // An MW is a memory window: a key that opens a part of an MR on one QP, bound by
 // OpBindMW, closed by OpLocalInvalidate or by the peer's Send with Invalidate.
 type MW interface {
-	// RKey is the current key; every bind changes its low byte. After PostSend of an
+	// RKey is the current key; every bind changes it to NextKey of it. After PostSend of an
 	// OpBindMW has returned, RKey is the key of the new binding.
 	RKey() uint32
 	Close() error
 }
+
+// NextKey is the key that a window with this key gets by the next bind: its low byte is counted on. Who tells the
+// peer of it can so post the bind and the message together.
+func NextKey(key uint32) uint32 { return key&^0xFF | (key+1)&0xFF }
 
 // An SGE is a piece of registered local memory.
 type SGE struct {

@@ -253,9 +253,6 @@ func (w *window) Close() error {
 	return nil
 }
 
-// nextKey moves the low byte of the tag on, as the caller of a bind does.
-func nextKey(stag uint32) uint32 { return stag&^0xFF | (stag+1)&0xFF }
-
 // bind puts a binding in force. Owner of q, inside Poll or Arm.
 func (w *window) bind(q *qp, stag uint32, mr *region, base uint64, size uint32, access rdma.Access) bool {
 	if w.dead.Load() || mr.dead.Load() || !w.owner.CompareAndSwap(nil, q) {

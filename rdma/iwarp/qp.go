@@ -381,7 +381,7 @@ func (q *qp) postSend(w *rdma.SendWR) error {
 			return err
 		}
 		sge[0], nsge = p, 1
-		key = nextKey(mw.key.Load())
+		key = rdma.NextKey(mw.key.Load())
 		mw.key.Store(key)
 		e.mw = mw
 	case rdma.OpLocalInvalidate:

@@ -2,6 +2,7 @@ package rdmatest
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"testing"
 
@@ -234,7 +235,7 @@ func testWindows(s *Suite) {
 		before := mw.RKey()
 		p.A.Post(t, bindWR(1, mw, p.A, off, n, rdma.AccessRemoteWrite|rdma.AccessRemoteRead))
 		key := mw.RKey()
-		if key == before || key>>8 != before>>8 || keys[key] {
+		if key != rdma.NextKey(before) || keys[key] {
 			t.Fatalf("key %#x after %#x", key, before)
 		}
 		keys[key] = true
@@ -338,6 +339,64 @@ func testWindowRights(s *Suite) {
 		}
 		stillWorks(t, bystander)
 		p.Close() // unbinds
+	}
+}
+
+// Binds of several windows, one of them twice, and the message that tells the peer of the keys, all in one post: what
+// the keys will be is known before.
+func testWindowsInOnePost(s *Suite) {
+	t := s.T
+	dev := deviceOf(s)
+	a, b := NewSide(t, "active", dev, 4096, 1<<20), NewSide(t, "passive", dev, 4096, 1<<20)
+	t.Cleanup(func() { a.Close(t); b.Close(t) })
+	var mws [5]rdma.MW
+	for i := range mws {
+		mws[i] = newWindow(s, a)
+	}
+	p := s.Connect(a, b, PairConfig{}, nil, nil)
+	const size, told = 4096, 1 << 19 // of a window; where the keys are in a's memory
+	for round := range 10 {
+		var wrs []rdma.SendWR
+		bind := func(i int) {
+			wrs = append(wrs, rdma.SendWR{Op: rdma.OpBindMW, Window: mws[i], SGL: []rdma.SGE{p.A.SGE(i*size, size)}, Access: rdma.AccessRemoteWrite})
+		}
+		shut := func(key uint32) {
+			wrs = append(wrs, rdma.SendWR{Op: rdma.OpLocalInvalidate, InvalidateRKey: key})
+		}
+		for i, mw := range mws {
+			key := mw.RKey()
+			if round > 0 {
+				shut(key)
+			}
+			bind(i)
+			if key = rdma.NextKey(key); i == 2 {
+				shut(key)
+				bind(i)
+				key = rdma.NextKey(key)
+			}
+			binary.BigEndian.PutUint32(a.Mem[told+4*i:], key)
+		}
+		p.B.PostRecv(t, 1, told, 64)
+		p.A.Post(t, append(wrs, rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled, SGL: []rdma.SGE{p.A.SGE(told, 4*len(mws))}})...)
+		p.WaitOK(p.A, 1)
+		p.WaitOK(p.B, 1)
+		clear(a.Mem[:len(mws)*size])
+		fill(b.Mem[:len(mws)*size], uint64(round))
+		p.A.PostRecv(t, 2, 1<<20-64, 64)
+		var back []rdma.SendWR
+		for i, mw := range mws {
+			key := binary.BigEndian.Uint32(b.Mem[told+4*i:])
+			if key != mw.RKey() {
+				t.Fatalf("round %d, window %d: key %#x was told, it is %#x", round, i, key, mw.RKey())
+			}
+			back = append(back, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{b.SGE(i*size, size)}, RemoteAddr: a.At(i * size), RKey: key})
+		}
+		p.B.Post(t, append(back, rdma.SendWR{Op: rdma.OpSend, Flags: rdma.FlagSignaled})...)
+		p.WaitOK(p.B, 1)
+		p.WaitOK(p.A, 1)
+		if !bytes.Equal(a.Mem[:len(mws)*size], b.Mem[:len(mws)*size]) {
+			t.Fatalf("round %d: data through the windows wrong", round)
+		}
 	}
 }
 

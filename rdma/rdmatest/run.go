@@ -105,6 +105,7 @@ var cases = []struct {
 	{"RemoteKeysRead", testRemoteKeysRead},
 	{"ZeroLengthSkipsKeys", testZeroLength},
 	{"Windows", testWindows},
+	{"WindowsInOnePost", testWindowsInOnePost},
 	{"WindowRights", testWindowRights},
 	{"WindowOfShutRegion", testWindowOfShutRegion},
 	{"SendInvalidate", testSendInvalidate},

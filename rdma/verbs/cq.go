@@ -60,7 +60,7 @@ type cq struct {
 	wcs   []C.struct_vb_wc // C memory
 	stash []rdma.WC        // polled and not handed out yet, from next on
 	next  int
-	armed bool
+	armed C.int   // an event has been asked for and not been taken
 	soft  []*ring // rings that hold requests which this package completes
 }
 
@@ -308,16 +308,10 @@ func (c *cq) Arm() (again bool, err error) {
 	if c.next < len(c.stash) || c.ready() {
 		return true, nil
 	}
-	drain := C.int(0)
-	if c.armed {
-		drain = 1
-	}
-	var events C.int
-	k := int(C.vb_arm(c.q, drain, batch, &c.wcs[0], &events))
+	k := int(C.vb_arm(c.q, &c.armed, batch, &c.wcs[0]))
 	if k < 0 {
 		return false, &rdma.OpError{Op: "arm completion queue", Provider: providerName, Err: errnoError(syscall.Errno(-k))}
 	}
-	c.armed = true
 	c.keep(k)
 	return c.next < len(c.stash) || k == batch || c.ready(), nil
 }
@@ -412,7 +406,7 @@ func (c *cq) Close() error {
 	l.mu.Lock()
 	delete(l.cqs, uintptr(unsafe.Pointer(c.q)))
 	l.mu.Unlock()
-	if e := C.vb_destroy_cq(c.q, 0); e != 0 {
+	if e := C.vb_destroy_cq(c.q); e != 0 {
 		return opError("close completion queue", e)
 	}
 	c.closed.Store(true)

@@ -503,6 +503,8 @@ type mw struct {
 	qp     atomic.Pointer[qp] // the queue pair it was last bound on
 	bound  bool               // the owner of that queue pair has bound it, and not seen it invalidated
 	closed atomic.Bool
+
+	waiting bool // a bind of it waits for the doorbell; the owner's of the queue pair
 }
 
 func (w *mw) alloc() error {

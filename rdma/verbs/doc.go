@@ -14,9 +14,9 @@
 // Poll takes completions in one call. There is no lock and no allocation on that path. A queue
 // accepts exactly as many requests as it was made for, whatever the device rounded up to.
 //
-// CQ.FD is the completion channel. Arm takes what events there are, arms the device and polls
-// once more, as the race between the two demands; what that Poll brought is kept for the next Poll
-// and reported by again.
+// CQ.FD is the completion channel. One event is asked for at a time: Arm takes it, arms the device anew and polls
+// once more, as the race between the two demands; what that Poll brought is kept for the next Poll and reported by
+// again. While the event is still to come the device is armed, or about to tell, and Arm has nothing to do.
 //
 // # Connections
 //

@@ -132,6 +132,7 @@ type qp struct {
 
 	bad     bool // a request has failed: what is posted now is flushed here. Owner only
 	told    bool // the connection has been told of the first failure
+	binds   int  // among the requests that wait for the doorbell
 	windows []*mw
 	byKey   map[uint32]*mw // windows by the upper part of their keys, which stays
 	last    *mr            // of the latest SGE: the next one is probably of the same region
@@ -471,8 +472,7 @@ func (q *qp) fillBind(wr *rdma.SendWR, w *C.struct_vb_send_wr, s *entry) error {
 	if m == nil {
 		return invalid("bind to %d bytes at %#x, key %#x: not in a region of this domain with the rights", g.Len, g.Addr, g.LKey)
 	}
-	old := win.key.Load()
-	key := old&^0xFF | (old+1)&0xFF
+	key := rdma.NextKey(win.key.Load())
 	w.mw = C.uintptr_t(uintptr(unsafe.Pointer(win.w)))
 	w.mw_rkey = C.uint32_t(key)
 	w.mr = C.uintptr_t(uintptr(unsafe.Pointer(m.m)))
@@ -502,7 +502,7 @@ func (q *qp) PostSend(wrs ...rdma.SendWR) (int, error) {
 		}
 		h := r.head()
 		wr := &wrs[i]
-		if wr.Op == rdma.OpBindMW && pending > 0 {
+		if win, _ := wr.Window.(*mw); win != nil && win.waiting {
 			// The device's library takes the window's present key when it is posted.
 			if n, e := q.flushSend(first, pending); e != nil {
 				return done + n, e
@@ -538,11 +538,9 @@ func (q *qp) PostSend(wrs ...rdma.SendWR) (int, error) {
 			continue
 		}
 		pending++
-		if wr.Op == rdma.OpBindMW {
-			if n, e := q.flushSend(first, pending); e != nil {
-				return done + n, e
-			}
-			done, pending, first = done+pending, 0, r.head()
+		if win := r.slots[h].window; win != nil {
+			win.waiting = true
+			q.binds++
 		}
 	}
 	n, e := q.flushSend(first, pending)
@@ -589,16 +587,34 @@ func (q *qp) flushSend(first, n int) (int, error) {
 	var bad C.uintptr_t
 	e := C.vb_post_send(q.q, &q.sends[first], &q.sends[last], &bad)
 	if e == 0 {
-		if win := q.sq.slots[first].window; win != nil { // binds are posted alone
-			win.w.rkey = q.sends[first].mw_rkey
-		}
+		q.bound(first, n, n)
 		return n, nil
 	}
 	k := int((uintptr(bad)-uintptr(unsafe.Pointer(&q.sends[0])))/C.sizeof_struct_vb_send_wr) - first
 	if k < 0 {
 		k += len(q.sends)
 	}
+	if k < 0 || k > n {
+		k = 0
+	}
+	q.bound(first, k, n)
 	return q.refused(&q.sq, first, k, n, syscall.Errno(e))
+}
+
+// bound ends the waiting of the windows whose binds are among n entries from first on, of which the device took k.
+// Its library leaves it to the caller to note the new key.
+func (q *qp) bound(first, k, n int) {
+	for i := 0; i < n && q.binds > 0; i++ {
+		h := (first + i) % len(q.sends)
+		win := q.sq.slots[h].window
+		if win == nil {
+			continue
+		}
+		if win.waiting = false; i < k {
+			win.w.rkey = q.sends[h].mw_rkey
+		}
+		q.binds--
+	}
 }
 
 // refused deals with entries first+k to first+n-1, which the device refused.

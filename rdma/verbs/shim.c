@@ -256,9 +256,9 @@ static int drain(struct vb_cq *cq) {
 	return n;
 }
 
-int vb_destroy_cq(struct vb_cq *cq, int events) {
+int vb_destroy_cq(struct vb_cq *cq) {
 	struct vb_channel *ch = cq->channel;
-	events += drain(cq);
+	int events = drain(cq);
 	if (events) p_ibv_ack_cq_events(cq, events);
 	int err = result(p_ibv_destroy_cq(cq));
 	return err ? err : result(p_ibv_destroy_comp_channel(ch));
@@ -266,14 +266,23 @@ int vb_destroy_cq(struct vb_cq *cq, int events) {
 
 int vb_poll(struct vb_cq *cq, int n, struct vb_wc *wc) { return cq->context->ops.poll_cq(cq, n, wc); }
 
-int vb_arm(struct vb_cq *cq, int events, int n, struct vb_wc *wc, int *got) {
-	*got = 0;
-	if (events) {
-		*got = drain(cq);
-		if (*got) p_ibv_ack_cq_events(cq, *got);
+// vb_arm asks for an event, unless the one that was asked for (*armed) is still to come: whatever completes, or has
+// completed since, brings it. One is asked for at a time, so there is never more than one to take.
+int vb_arm(struct vb_cq *cq, int *armed, int n, struct vb_wc *wc) {
+	if (*armed) {
+		struct vb_cq *ev;
+		void *ctx;
+		errno = 0;
+		if (p_ibv_get_cq_event(cq->channel, &ev, &ctx) == 0) {
+			p_ibv_ack_cq_events(cq, 1);
+		} else if (errno == EAGAIN) {
+			return 0;
+		}
 	}
+	*armed = 0;
 	int err = result(cq->context->ops.req_notify_cq(cq, 0));
 	if (err) return -err;
+	*armed = 1;
 	return cq->context->ops.poll_cq(cq, n, wc);
 }
 

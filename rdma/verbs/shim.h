@@ -35,9 +35,9 @@ int vb_alloc_mw(struct vb_context *ctx, void *pd, struct vb_mw **mw);
 int vb_dealloc_mw(struct vb_mw *mw);
 
 int vb_create_cq(struct vb_context *ctx, int depth, int vector, struct vb_cq **cq);
-int vb_destroy_cq(struct vb_cq *cq, int events);
+int vb_destroy_cq(struct vb_cq *cq);
 int vb_poll(struct vb_cq *cq, int n, struct vb_wc *wc); // count, or < 0
-int vb_arm(struct vb_cq *cq, int drain, int n, struct vb_wc *wc, int *events); // count polled after arming, or < 0
+int vb_arm(struct vb_cq *cq, int *armed, int n, struct vb_wc *wc); // count polled after arming, or < 0
 
 int vb_post_send(struct vb_qp *qp, struct vb_send_wr *first, struct vb_send_wr *last, uintptr_t *bad);
 int vb_post_recv(struct vb_qp *qp, struct vb_recv_wr *first, struct vb_recv_wr *last, uintptr_t *bad);

@@ -234,11 +234,17 @@ kernel_clean() {
 # capture_start NETDEV FILE [FILTER]   capture_stop
 capture_start() {
 	tcpdump -Z root -i "$1" -s 0 -B 65536 -U -w "$2" "${@:3}" 2>"$VM_OUT/tcpdump.txt" &
-	CAPTURE=$!
+	CAPTURE=$! CAPTURED=$2
 	wait_for 20 grep -q 'listening on' "$VM_OUT/tcpdump.txt"
 }
 capture_stop() {
-	sleep 1 # the ring's last packets
+	local i size=-1 now
+	for i in {1..10}; do # the ring is empty when nothing comes out of it for a second; Keep Alive comes every 2.5 s
+		sleep 1
+		now=$(stat -c %s "$CAPTURED")
+		[ "$now" != "$size" ] || break
+		size=$now
+	done
 	kill -INT "$CAPTURE"
 	wait "$CAPTURE" || true
 	if ! grep -q '^0 packets dropped by kernel' "$VM_OUT/tcpdump.txt"; then note "the capture lost packets"; fi

@@ -7,8 +7,6 @@ rdtarget=$1
 . "$VM_REPO/test/vm/guest/host-lib.sh"
 link "$2"
 on_exit
-host=nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff
-id=(--hostnqn $host --hostid 00112233-4455-6677-8899-aabbccddeeff)
 truncate -s 128m /run/disk.img
 head -c 1048576 /dev/urandom >/run/data
 RDTARGET_SERIAL=SERIAL-0123 serve --host $host /run/disk.img

@@ -6,8 +6,6 @@ rdtarget=$1
 . "$VM_REPO/test/vm/guest/host-lib.sh"
 link "$2"
 on_exit
-host=nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff
-id=(--hostnqn $host --hostid 00112233-4455-6677-8899-aabbccddeeff)
 other=nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-000000000001
 otherid=(--hostnqn $other --hostid 00112233-4455-6677-8899-000000000001)
 truncate -s 64m /run/a.img

@@ -3,6 +3,9 @@
 . "$VM_REPO/test/vm/lib.sh"
 nqn=nqn.2026-11.io.rdblk:vm
 HTTP=127.0.0.1:9421
+# The host that nvme-cli comes as, where it matters.
+host=nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff
+id=(--hostnqn $host --hostid 00112233-4455-6677-8899-aabbccddeeff)
 
 # link KIND: the kernel's RDMA device and what rdtarget uses, into $ADDR, $PROVIDER and $NETDEV:
 #   soft  the kernel's siw, and rdtarget's software provider

@@ -21,6 +21,16 @@ takedown() {
 	dmesg -C
 }
 
+# end_session PID: what the script with that session of its own has left in the background ends.
+end_session() {
+	local stat rest
+	for stat in /proc/[0-9]*/stat; do
+		{ read -r rest <"$stat"; } 2>/dev/null || continue # it has ended meanwhile
+		rest=(${rest##*) }) # state, parent, group, session
+		[ "${rest[3]}" != $1 ] || kill -KILL "${stat//[!0-9]/}" 2>/dev/null || true
+	done
+}
+
 out=$VM_OUT failed=0
 while [ $# -gt 0 ]; do
 	name=$1 script=$2 args=() rc=0 start=$SECONDS
@@ -34,7 +44,7 @@ while [ $# -gt 0 ]; do
 	note "$name:"
 	VM_OUT=$out/$name setsid bash "$VM_REPO/test/vm/guest/$script" "${args[@]}" >"$out/$name/output.txt" 2>&1 & pid=$!
 	wait $pid || rc=$?
-	pkill -KILL -s $pid || true # what it has in the background
+	end_session $pid
 	dmesg >"$out/$name/dmesg.txt"
 	echo "$rc $((SECONDS - start))" >"$out/$name/status"
 	[ $rc = 0 ] || { failed=$rc; timeout 60 nvme disconnect-all || true; }

@@ -15,6 +15,7 @@ import (
 	"rdblk/internal/trace"
 	"rdblk/internal/worker"
 	"rdblk/protocol"
+	"rdblk/rdma"
 )
 
 // State is what a Session is doing.
@@ -398,7 +399,9 @@ func (s *Session) report(attempt int, err error) {
 	if !changed && attempt%64 != 0 {
 		return
 	}
-	if perm {
+	if perm && errors.Is(err, rdma.ErrNotSupported) {
+		s.log.Error("reconnect not possible on this machine as it is; still trying, since that may change", "attempt", attempt+1, "error", withoutAddr(err, s.addr))
+	} else if perm {
 		s.log.Error("reconnect refused for good by the target; still trying, since it may be put right there", "attempt", attempt+1, "error", withoutAddr(err, s.addr))
 	} else {
 		s.log.Warn("reconnect failed", "attempt", attempt+1, "error", withoutAddr(err, s.addr))

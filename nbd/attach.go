@@ -295,6 +295,8 @@ type KernelDevice struct {
 	stop    chan struct{}
 	once    sync.Once
 
+	flushing atomic.Int32 // flushes of attempts to detach that have no answer yet
+
 	op   sync.Mutex // serialises changes of the device; guards what follows
 	size int64      // what the kernel was told, bytes
 	many bool       // the scheduler was changed to schedulerMany
@@ -837,7 +839,11 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 	f, err := k.open(ctx, len(used) == 0)
 	if err != nil {
 		if errors.Is(err, unix.EBUSY) {
-			err = fmt.Errorf("%w: %w", ErrDeviceInUse, err)
+			if k.flushing.Load() > 0 { // it is us
+				err = fmt.Errorf("the flush of an earlier attempt has no answer yet: %w", context.DeadlineExceeded)
+			} else {
+				err = fmt.Errorf("%w: %w", ErrDeviceInUse, err)
+			}
 		}
 		if err := warn(err); err != nil {
 			return err
@@ -855,7 +861,12 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 		if d, ok := ctx.Deadline(); ok && force { // the disconnect needs time too
 			sync, cancel = timeout.With(ctx, time.Until(d)/2, "half of the time to detach")
 		}
-		err := inTime(sync, "flush", f.Sync)
+		flush := f.Sync
+		err := inTime(sync, "flush", func() error {
+			k.flushing.Add(1) // it goes on, with the device open, when its time is over
+			defer k.flushing.Add(-1)
+			return flush()
+		})
 		cancel()
 		if err != nil {
 			if err := warn(err); err != nil {

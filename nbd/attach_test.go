@@ -427,6 +427,12 @@ func TestDetachRefused(t *testing.T) {
 				t.Fatal("disconnected")
 			}
 			do(t, k.sock(0, 0), 0, uint16(cmdRead), 0, 512, nil, 0)
+			if k.syncHangs != nil { // the flush goes on, and it is that which has the device open
+				k.claimed = true
+				if err := d.Detach(inSeconds(t, 2), false); err == nil || errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "the flush of an earlier attempt") {
+					t.Errorf("again: %v", err)
+				}
+			}
 			start := time.Now()
 			err := d.Detach(inSeconds(t, 2), true)
 			if err == nil || !strings.Contains(err.Error(), c.forced) {

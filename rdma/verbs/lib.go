@@ -89,6 +89,9 @@ var load = sync.OnceValues(func() (*library, error) {
 		opened: map[*C.struct_vb_context]*opened{}, known: map[string]known{}}
 	if e := C.vb_cm_channel(&l.channel); e != 0 {
 		err := syscall.Errno(e)
+		if _, there := os.Stat("/dev/infiniband/rdma_cm"); err == unix.ENODEV && there == nil {
+			return nil, fmt.Errorf("%w: the kernel has no RDMA device (rdma link show lists them)", rdma.ErrNotSupported)
+		}
 		if err == unix.ENOENT || err == unix.ENODEV || err == unix.ENXIO {
 			return nil, fmt.Errorf("%w: the kernel has no RDMA connection manager: %w; load it with modprobe rdma_ucm", rdma.ErrNotSupported, err)
 		}

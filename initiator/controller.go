@@ -252,8 +252,10 @@ func (c *controller) log(ctx context.Context, lid protocol.LogID, nsid uint32, o
 func (c *controller) setFeature(ctx context.Context, f protocol.FeatureID, v uint32) (uint32, error) {
 	k := &call{op: "Set Features " + f.String()}
 	k.sqe.InitSetFeatures(0, f, 0, v)
-	err := c.exec(ctx, k)
-	return uint32(k.result), err
+	if err := c.exec(ctx, k); err != nil {
+		return 0, err // k may be the lane's still
+	}
+	return uint32(k.result), nil
 }
 
 // activeNamespaces lists the namespaces that there are, at most limit.

@@ -956,8 +956,8 @@ func (k *call) commandDone(l *lane, _ *command) {
 }
 
 // do makes the call and waits for its end. A failure status is not an error here. If
-// ctx ends first the association ends too, since the target still owns the command. Not
-// on the worker.
+// ctx ends first the association ends too, since the target still owns the command. After
+// an error k may be in use by the lane and must not be read. Not on the worker.
 func (l *lane) do(ctx context.Context, k *call) error {
 	k.owner, k.lane, k.end = k, l, make(chan struct{})
 	if err := l.w.Submit(k); err != nil {

@@ -16,6 +16,7 @@ import (
 
 	"rdblk/blockdev"
 	"rdblk/protocol"
+	"rdblk/rdma"
 )
 
 var seedFlag = flag.Uint64("seed", 0, "seed of the random tests, 0 = a new one")
@@ -1156,6 +1157,51 @@ func TestCloseDrains(t *testing.T) {
 	}
 	if st := s.Status(); st.State != StateClosed || s.Stats().Ops[blockdev.OpWrite].Answered != 1 {
 		t.Errorf("%+v", st)
+	}
+}
+
+// A call that its caller has given up is the lane's until it ends; whoever reads it then is
+// seen by the race detector.
+func TestCallGivenUp(t *testing.T) {
+	for name, call := range map[string]func(context.Context, *controller) error{
+		"set features": func(ctx context.Context, c *controller) error {
+			_, err := c.setFeature(ctx, protocol.FeatureNumberOfQueues, 0)
+			return err
+		},
+		"log": func(ctx context.Context, c *controller) error {
+			_, err := c.log(ctx, protocol.LogSmart, protocol.NSIDAll, 0, 512, false)
+			return err
+		},
+		"identify": func(ctx context.Context, c *controller) error {
+			_, err := c.identify(ctx, protocol.CNSController, 0)
+			return err
+		},
+		"property": func(ctx context.Context, c *controller) error {
+			_, err := c.property(ctx, protocol.PropertyCSTS)
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFakeTarget(t)
+			prov := &crooked{Provider: newProvider(t)}
+			s := connect(t, testConfig(f, prov))
+			ctrl := s.as.ctrl
+			ctx, cancel := context.WithCancel(context.Background())
+			prov.mu.Lock()
+			prov.poll = func(qid uint16, wcs []rdma.WC) []rdma.WC {
+				if qid == 0 && ctx.Err() == nil && slices.ContainsFunc(wcs, func(wc rdma.WC) bool { return wc.Recv }) {
+					cancel()                          // the answer is there, but not yet seen
+					time.Sleep(20 * time.Millisecond) // nothing that would order the caller before the lane
+				}
+				return wcs
+			}
+			prov.mu.Unlock()
+			if err := call(ctx, ctrl); !errors.Is(err, context.Canceled) {
+				t.Errorf("%v", err)
+			}
+			time.Sleep(40 * time.Millisecond) // nor here: the lane reads the answer now
+			eventually(t, "reconnected", func() bool { st := s.Status(); return st.State == StateLive && st.Reconnects == 1 })
+		})
 	}
 }
 

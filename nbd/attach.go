@@ -119,6 +119,8 @@ type blockFile interface {
 // kernelNBD is everything that attaching needs of the kernel, so that a test can be it.
 type kernelNBD interface {
 	binder
+	// devices gives the numbers of those that there are, in order.
+	devices() []int
 	state(index int) (devState, error)
 	// users names what keeps the device or one of its partitions: mounts, swap, holders, processes.
 	users(index int) []string
@@ -149,11 +151,58 @@ type DeviceLock struct {
 // the identifier that it left begins with prefix: then it is an orphan.
 // Close gives the lock back.
 func LockDevice(device, dir, prefix string) (*DeviceLock, error) {
+	if err := privileged(); err != nil { // said before anything is asked of a target
+		return nil, fmt.Errorf("attach to %s: %w", device, err)
+	}
 	kern, err := openKernel()
 	if err != nil {
 		return nil, fmt.Errorf("attach to %s: %w", device, err)
 	}
 	return lockDevice(kern, device, dir, prefix)
+}
+
+// Orphans lists the paths of devices that LockDevice, with the same dir and prefix, would give
+// as orphans. None for who may not attach.
+func Orphans(dir, prefix string) []string {
+	if privileged() != nil {
+		return nil
+	}
+	kern, err := openKernel()
+	if err != nil {
+		return nil
+	}
+	return orphans(kern, dir, prefix)
+}
+
+func orphans(kern kernelNBD, dir, prefix string) (paths []string) {
+	for _, i := range kern.devices() {
+		if st, err := kern.state(i); err != nil || !st.bound || !strings.HasPrefix(st.backend, prefix) {
+			continue
+		}
+		l, err := lockIndex(kern, i, dir, prefix)
+		if err != nil {
+			continue
+		}
+		if l.Orphan != "" {
+			paths = append(paths, l.Path())
+		}
+		l.Close()
+	}
+	return paths
+}
+
+// privileged tells whether the kernel lets this thread bind devices, as far as can be said
+// without trying.
+func privileged() error {
+	h, d := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, [2]unix.CapUserData{}
+	if err := unix.Capget(&h, &d[0]); err == nil && d[unix.CAP_SYS_ADMIN/32].Effective&(1<<(unix.CAP_SYS_ADMIN%32)) == 0 {
+		return needsRoot(unix.EPERM)
+	}
+	return nil
+}
+
+func needsRoot(err error) error {
+	return fmt.Errorf("%w (it needs CAP_SYS_ADMIN: run it as root, or use --socket)", err)
 }
 
 // ParseDevice gives the number in "/dev/nbdN"; -1 for "auto".
@@ -219,7 +268,7 @@ func lockIndex(kern kernelNBD, index int, dir, prefix string) (l *DeviceLock, er
 		}
 		b := make([]byte, 32)
 		n, _ := f.ReadAt(b, 0) // for the message only
-		return nil, fmt.Errorf("%w by process %s (%s)", ErrDeviceInUse, strings.TrimSpace(string(b[:n])), describeBackend(st.backend))
+		return nil, fmt.Errorf("%w by process %s (%s)", ErrDeviceInUse, strings.TrimSpace(string(b[:n])), describeUse(st))
 	}
 	if st, err = kern.state(index); err != nil {
 		return nil, err
@@ -228,7 +277,7 @@ func lockIndex(kern kernelNBD, index int, dir, prefix string) (l *DeviceLock, er
 	if st.bound {
 		// The lock is free: the holder is no program of ours, or it is gone.
 		if prefix == "" || !strings.HasPrefix(st.backend, prefix) {
-			return nil, fmt.Errorf("%w by process %s (%s)", ErrDeviceInUse, kern.process(st.pid), describeBackend(st.backend))
+			return nil, fmt.Errorf("%w by process %s (%s)", ErrDeviceInUse, kern.process(st.pid), describeUse(st))
 		}
 		if kern.method() != "netlink" {
 			return nil, fmt.Errorf("%w: process %d has left it, and it can be taken over by netlink only", ErrDeviceInUse, st.pid)
@@ -249,11 +298,20 @@ func lockIndex(kern kernelNBD, index int, dir, prefix string) (l *DeviceLock, er
 	return l, nil
 }
 
-func describeBackend(s string) string {
-	if s == "" {
+// What a forced detach may do.
+const (
+	usersLose = "what its users had not flushed is lost, and they get I/O errors"
+	cacheLost = "what the page cache had not written is lost"
+)
+
+func describeUse(st devState) string {
+	switch {
+	case !st.bound:
+		return "which is attaching it"
+	case st.backend == "":
 		return "it has no back end identifier"
 	}
-	return "back end " + strconv.Quote(s)
+	return "back end " + strconv.Quote(st.backend)
 }
 
 // Path is /dev/nbdN.
@@ -393,7 +451,7 @@ func (s *Server) AttachDevice(l *DeviceLock, exportName string, o DeviceOptions)
 			used := append(k.Users(), "the kernel")
 			err = fmt.Errorf("%w: it was disconnected under its users and is free when the last has gone: %s: %w", ErrDeviceInUse, strings.Join(used, ", "), err)
 		} else if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
-			err = fmt.Errorf("%w (it needs CAP_SYS_ADMIN: run it as root, or use --socket)", err)
+			err = needsRoot(err)
 		}
 		return fail(err)
 	}
@@ -816,12 +874,12 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 		return nil
 	}
 	var warnings []error
-	warn := func(err error) error { // the error to return if this is the end
-		err = fmt.Errorf("detach %s: %w", k.Path(), err)
+	// The error to return if this is the end; forced it goes on, and this is what may be lost.
+	warn := func(err error, lost string) error {
 		if !force {
-			return err
+			return fmt.Errorf("detach %s: %w", k.Path(), err)
 		}
-		warnings = append(warnings, err)
+		warnings = append(warnings, fmt.Errorf("detach %s: %w: disconnected all the same; %s", k.Path(), err, lost))
 		return nil
 	}
 	used := k.Users()
@@ -831,21 +889,22 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 		time.Sleep(20 * time.Millisecond)
 	}
 	if len(used) > 0 {
-		if err := warn(fmt.Errorf("%w: %s", ErrDeviceInUse, strings.Join(used, ", "))); err != nil {
+		if err := warn(fmt.Errorf("%w: %s", ErrDeviceInUse, strings.Join(used, ", ")), usersLose); err != nil {
 			return err
 		}
 	}
 	// While we have it open exclusively nobody mounts it.
 	f, err := k.open(ctx, len(used) == 0)
 	if err != nil {
+		lost := cacheLost
 		if errors.Is(err, unix.EBUSY) {
 			if k.flushing.Load() > 0 { // it is us
 				err = fmt.Errorf("the flush of an earlier attempt has no answer yet: %w", context.DeadlineExceeded)
 			} else {
-				err = fmt.Errorf("%w: %w", ErrDeviceInUse, err)
+				err, lost = fmt.Errorf("%w: %w", ErrDeviceInUse, err), usersLose
 			}
 		}
-		if err := warn(err); err != nil {
+		if err := warn(err, lost); err != nil {
 			return err
 		}
 	}
@@ -869,7 +928,7 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 		})
 		cancel()
 		if err != nil {
-			if err := warn(err); err != nil {
+			if err := warn(err, cacheLost); err != nil {
 				return err
 			}
 		}
@@ -949,7 +1008,7 @@ func (k *KernelDevice) waitUnbound(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%w: used by %s", ErrStillBound, strings.Join(append(k.Users(), "the kernel"), ", "))
+			return fmt.Errorf("%w yet; it does when this has ended: %s", ErrStillBound, strings.Join(append(k.Users(), "requests in the kernel"), ", "))
 		case <-time.After(5 * time.Millisecond):
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -52,6 +53,17 @@ func attribute(path string) (string, error) {
 		return "", nil
 	}
 	return strings.TrimSpace(string(b)), err
+}
+
+func (k *sysKernel) devices() (all []int) {
+	names, _ := filepath.Glob(filepath.Join(k.sys, "block", "nbd*"))
+	for _, n := range names {
+		if i, err := ParseDevice("/dev/" + filepath.Base(n)); err == nil {
+			all = append(all, i)
+		}
+	}
+	slices.Sort(all)
+	return all
 }
 
 func (k *sysKernel) state(index int) (devState, error) {

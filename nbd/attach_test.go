@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -132,6 +134,12 @@ func (k *fakeKernel) connected(index int) (bool, error) {
 	return st.bound, err
 }
 
+func (k *fakeKernel) devices() []int {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Sorted(maps.Keys(k.dev))
+}
+
 func (k *fakeKernel) state(index int) (devState, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -200,6 +208,17 @@ func (k *fakeKernel) sock(index, i int) *nbdtest.Client {
 	return k.dev[index].socks[i]
 }
 
+// close lets go of all sockets.
+func (k *fakeKernel) close() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, d := range k.dev {
+		for _, s := range d.socks {
+			s.Close()
+		}
+	}
+}
+
 func (k *fakeKernel) asked() []binding {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -224,7 +243,7 @@ func attachTo(t *testing.T, k *fakeKernel, s *testServer, dir, device string, mo
 		l.Close()
 		return nil, err
 	}
-	t.Cleanup(func() { d.Abandon(); <-d.stopped })
+	t.Cleanup(func() { d.Abandon(); <-d.stopped; k.close() })
 	return d, nil
 }
 
@@ -375,11 +394,17 @@ func TestTakeOver(t *testing.T) {
 		l.Close()
 		t.Errorf("orphan of another kind: %v", err)
 	}
+	if got := orphans(k, dir, "rdblk1 "); !slices.Equal(got, []string{"/dev/nbd0"}) || orphans(k, dir, "other ") != nil {
+		t.Errorf("orphans: %q", got)
+	}
 	if _, err := attachTo(t, k, two, dir, "/dev/nbd0", func(o *DeviceOptions) { o.Identifier = "rdblk1 00 2 nqn.test" }); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), testIdentifier) {
 		t.Errorf("orphan of another disk: %v", err)
 	}
 	if d := mustAttach(t, k, two, dir, "auto"); d.Path() != "/dev/nbd1" {
 		t.Errorf("auto gave %s", d.Path())
+	}
+	if got := orphans(k, dir, "rdblk1 "); !slices.Equal(got, []string{"/dev/nbd0"}) {
+		t.Errorf("orphans beside an attachment: %q", got)
 	}
 	// What was detached by force stays bound for those who have it mounted, and takes no connections.
 	k.refuse, k.used = unix.EINVAL, []string{"mounted on /mnt/x"}
@@ -399,6 +424,44 @@ func TestTakeOver(t *testing.T) {
 	}
 }
 
+// Two that want one device: the later one reads what the other is doing with it.
+func TestLockHeld(t *testing.T) {
+	k, dir := newFakeKernel(), t.TempDir()
+	l, err := lockDevice(k, "/dev/nbd0", dir, "rdblk1 ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	want := fmt.Sprintf("by process %d (which is attaching it)", os.Getpid())
+	if _, err := lockDevice(k, "/dev/nbd0", dir, "rdblk1 "); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), want) {
+		t.Errorf("%v", err)
+	}
+}
+
+// Who may not bind devices reads so before a target is asked for anything.
+func TestLockNeedsRoot(t *testing.T) {
+	if privileged() != nil {
+		t.Log("an ordinary user already")
+	} else {
+		runtime.LockOSThread() // never unlocked: the thread ends with its goroutine
+		h, d := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, [2]unix.CapUserData{}
+		if err := unix.Capget(&h, &d[0]); err != nil {
+			t.Fatal(err)
+		}
+		d[unix.CAP_SYS_ADMIN/32].Effective &^= 1 << (unix.CAP_SYS_ADMIN % 32)
+		if err := unix.Capset(&h, &d[0]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_, err := LockDevice("auto", t.TempDir(), "rdblk1 ")
+	if !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "CAP_SYS_ADMIN: run it as root, or use --socket") {
+		t.Errorf("%v", err)
+	}
+	if o := Orphans(t.TempDir(), "rdblk1 "); o != nil {
+		t.Errorf("%q", o)
+	}
+}
+
 // Detach is refused, with nothing changed, while it would lose something; force says what.
 func TestDetachRefused(t *testing.T) {
 	for _, c := range []struct {
@@ -407,11 +470,11 @@ func TestDetachRefused(t *testing.T) {
 		want   error
 		forced string
 	}{
-		{"mounted", func(k *fakeKernel) { k.used = []string{"mounted on /mnt"} }, ErrDeviceInUse, "mounted on /mnt"},
-		{"opened", func(k *fakeKernel) { k.used = []string{openIn + "9 (dd)"} }, ErrDeviceInUse, "process 9 (dd)"},
+		{"mounted", func(k *fakeKernel) { k.used = []string{"mounted on /mnt"} }, ErrDeviceInUse, "mounted on /mnt: disconnected all the same; what its users had not flushed is lost"},
+		{"opened", func(k *fakeKernel) { k.used = []string{openIn + "9 (dd)"} }, ErrDeviceInUse, "process 9 (dd): disconnected all the same; what its users"},
 		{"claimed", func(k *fakeKernel) { k.claimed = true }, ErrDeviceInUse, "open"},
-		{"flush fails", func(k *fakeKernel) { k.syncErr = unix.EIO }, unix.EIO, "flush"},
-		{"flush hangs", func(k *fakeKernel) { k.syncHangs = make(chan struct{}) }, context.DeadlineExceeded, "flush"},
+		{"flush fails", func(k *fakeKernel) { k.syncErr = unix.EIO }, unix.EIO, "disconnected all the same; what the page cache had not written is lost"},
+		{"flush hangs", func(k *fakeKernel) { k.syncHangs = make(chan struct{}) }, context.DeadlineExceeded, "what the page cache had not written is lost"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
@@ -671,6 +734,12 @@ func TestSysKernel(t *testing.T) {
 	write("sys/block/nbd0/dev", "43:0\n")
 	if st, err := k.state(0); err != nil || !st.exists || st.bound {
 		t.Errorf("%+v, %v", st, err)
+	}
+	write("sys/block/nbd0p1/dev", "43:1\n")
+	write("sys/block/nbd12/dev", "43:192\n")
+	write("sys/block/nbd4/dev", "43:64\n")
+	if got := k.devices(); !slices.Equal(got, []int{0, 4, 12}) {
+		t.Errorf("%v", got)
 	}
 	write("sys/block/nbd0/pid", "77\n")
 	write("sys/block/nbd0/backend", testIdentifier+"\n")

@@ -46,7 +46,21 @@ func lockDevice(env *cli.Env, device string) (*nbd.DeviceLock, error) {
 	if err := control.EnsureDir(dir); err != nil {
 		return nil, err
 	}
-	return nbd.LockDevice(device, dir, identifierPrefix)
+	lock, err := nbd.LockDevice(device, dir, identifierPrefix)
+	if errors.Is(err, nbd.ErrDeviceInUse) && device != "auto" {
+		err = fmt.Errorf("%w; choose another device, or auto for a free one", err)
+	}
+	return lock, err
+}
+
+// orphans are the devices whose rdinit is gone and which the kernel keeps for the next one.
+func orphans(env *cli.Env) []string {
+	return nbd.Orphans(control.DefaultDir(env.Getenv), identifierPrefix)
+}
+
+// orphaned is what there is to know and to do about an orphan.
+func orphaned(device string) string {
+	return fmt.Sprintf("%s: the rdinit that attached it is gone and the kernel keeps the device: attach the same namespace with --device %s, which takes it over, or free it with nbd-client -d %s", device, device, device)
 }
 
 // deadTimeout is how long the kernel waits for another process: longer than this one makes
@@ -115,6 +129,6 @@ func (a *attachment) releaseDevice() error {
 		}
 		force, cancelForce := a.part(context.Background(), 2)
 		defer cancelForce()
-		return errors.Join(a.kdev.Detach(force, true), errors.New("disconnected though it was not free: what its users had not flushed is lost"))
+		return a.kdev.Detach(force, true) // which says what is lost
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -114,6 +115,9 @@ func newListCommand(env *cli.Env) *cli.Command {
 			if len(list) == 0 && err == nil {
 				sayNothing(env, dir())
 			}
+			for _, device := range orphans(env) {
+				fmt.Fprintf(env.Stderr, "rdinit: %s\n", orphaned(device))
+			}
 			if len(list) > 0 {
 				w := tabwriter.NewWriter(env.Stdout, 0, 0, 2, ' ', 0)
 				fmt.Fprintln(w, "NAME\tSTATE\tSIZE\tNSID\tTARGET\tVIA\tATTACHED AS\tNQN")
@@ -145,7 +149,7 @@ func newStatusCommand(env *cli.Env) *cli.Command {
 			}
 			list, err := attachments(ctx, dir())
 			if len(args) == 1 {
-				r, ferr := find(list, args[0], dir())
+				r, ferr := find(env, list, args[0], dir())
 				if ferr != nil {
 					return errors.Join(ferr, err)
 				}
@@ -218,11 +222,14 @@ func (p *report) print(env *cli.Env) {
 	w.Flush()
 }
 
-func find(list []running, word, dir string) (*running, error) {
+func find(env *cli.Env, list []running, word, dir string) (*running, error) {
 	for i := range list {
 		if list[i].matches(word) {
 			return &list[i], nil
 		}
+	}
+	if slices.Contains(orphans(env), word) {
+		return nil, errors.New(orphaned(word))
 	}
 	if len(list) == 0 {
 		return nil, fmt.Errorf("%s: nothing is attached by this user (looked in %s; another user's attachments are seen by that user only)", strconv.Quote(word), dir)
@@ -265,7 +272,7 @@ func newDetachCommand(env *cli.Env) *cli.Command {
 				return cli.Usagef("name one attachment: NAME, DEVICE or SOCKET as 'rdinit list' shows them")
 			}
 			list, err := attachments(ctx, dir())
-			r, ferr := find(list, args[0], dir())
+			r, ferr := find(env, list, args[0], dir())
 			if ferr != nil {
 				return errors.Join(ferr, err)
 			}

@@ -21,6 +21,10 @@ for ((i = 1; i <= takeovers; i++)); do
 	[ -e /sys/block/nbd0/pid ] || die "the kernel has dropped the device"
 	note "rdinit killed under fio"
 	sleep 1
+	for ask in list 'detach /dev/nbd0'; do # who looks for it reads where it is
+		"$rdinit" $ask >"$VM_OUT/orphan.txt" 2>&1 || [ "$ask" != list ]
+		grep -q '/dev/nbd0: the rdinit that attached it is gone' "$VM_OUT/orphan.txt" || { cat "$VM_OUT/orphan.txt"; die "$ask does not know"; }
+	done
 	attach --device /dev/nbd0 --queues 2
 	[ "$(grep -c 'took over' "$VM_OUT/rdinit.txt")" = $i ] || die "not taken over"
 	note "taken over"

@@ -466,6 +466,46 @@ func TestNothingLeaks(t *testing.T) {
 
 // A reconnecting host is let in although the target has not noticed its loss yet, and
 // gets its old requests done.
+// Large reads go on, also where both workers have many connections and never sleep: a socket that is full has to tell when it
+// is not any more.
+func TestLargeReadsBesideManyConnections(t *testing.T) {
+	s := serve(t, target.Config{Workers: 1, BusyPoll: true}, mem(t, 32<<20, blockdev.Options{}))
+	cfg := s.config()
+	cfg.Queues, cfg.BufferMemory, cfg.RequestTimeout = 1, 64<<20, 10*time.Second
+	for range 5 {
+		attach(t, cfg)
+	}
+	dev := attach(t, cfg)
+	q, err := dev.OpenQueue(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	_ = q.Worker().Call(func() {
+		for i := range 32 {
+			wg.Add(1)
+			left := 8
+			r := &blockdev.Request{Op: blockdev.OpRead, Off: int64(i) << 20, Buf: q.Alloc(1 << 20)}
+			r.Done = func(r *blockdev.Request) {
+				if r.Err != nil {
+					t.Error(r.Err)
+				}
+				if left--; left == 0 {
+					q.Free(r.Buf)
+					wg.Done()
+					return
+				}
+				q.Submit(r)
+			}
+			q.Submit(r)
+		}
+	})
+	wg.Wait()
+	if n := dev.Session().Status().Reconnects; n != 0 {
+		t.Errorf("the connection was given up %d times because nothing moved", n)
+	}
+}
+
 func TestTwoAttachmentsOfOneMachine(t *testing.T) {
 	s := serve(t, target.Config{}, mem(t, 1<<20, blockdev.Options{}))
 	a, b := attach(t, s.config()), attach(t, s.config())

@@ -38,9 +38,10 @@ type Source interface {
 	// Poll does what can be done without blocking and reports whether it did anything.
 	// It is called when FD is ready, after Kick, and while the worker looks for work.
 	Poll() bool
-	// Arm is called before the worker sleeps. Afterwards FD must become readable (or
-	// writable, as asked with SetInterest) when Poll has something to do. It returns
-	// false if there is work already.
+	// Arm is called before the worker relies on FD: before it sleeps, and where there are
+	// many sources also while others keep it awake. Afterwards, until the next Poll, FD must
+	// become readable (or writable, as asked with SetInterest) when Poll has something to do.
+	// It returns false if there is work already.
 	Arm() bool
 }
 
@@ -133,6 +134,8 @@ type Handle struct {
 	runnable bool
 	removed  bool
 	mute     bool
+	unarmed  bool // polled since Arm: the descriptor need not tell of everything
+	resting  bool // has put something off, see Rest
 }
 
 // New starts a worker.
@@ -269,8 +272,8 @@ func (w *Worker) Add(fd int, src Source) (*Handle, error) {
 	return h, nil
 }
 
-// SetMute says that the descriptor tells of work only after Arm (a completion queue of an RDMA device), so that
-// while the worker does not sleep the source has to be polled to find out. Level triggered descriptors (a
+// SetMute says that Arm is dear, and good for one event only (a completion queue of an RDMA device), so that
+// while the worker does not sleep the source is polled to find out. Level triggered descriptors (a
 // socket) need no such polling, which is cheaper when there are many.
 func (h *Handle) SetMute(mute bool) { h.mute = mute }
 
@@ -279,8 +282,12 @@ func (h *Handle) Kick() { h.runnable = true }
 
 // Rest asks for a pause of d, at most 20 µs, when the worker next has nothing to do: the
 // source puts something off that is cheaper in company. Other sources wait as well.
-// 0 takes the wish back; a busy worker does not rest.
-func (h *Handle) Rest(d time.Duration) { h.w.rest = min(d, maxRest) }
+// 0 takes the wish back; a busy worker does not rest. Until then the source is polled
+// whenever the worker looks for work, whatever keeps it from resting.
+func (h *Handle) Rest(d time.Duration) {
+	h.w.rest = min(d, maxRest)
+	h.resting = d > 0
+}
 
 // SetInterest chooses what wakes the worker for this source.
 func (h *Handle) SetInterest(read, write bool) error {
@@ -422,13 +429,16 @@ func (w *Worker) pollRunnable() bool {
 		if h.src.Poll() {
 			h.runnable = true
 			progress = true
+		} else {
+			h.unarmed = true
 		}
 	}
 	return progress
 }
 
 // look finds sources that may have work, without sleeping: all of them if they
-// are few, else those whose descriptor is ready or does not tell.
+// are few, else those whose descriptor is ready or does not tell. For it to tell they
+// are armed: a socket that is full says so only then when it can take more.
 func (w *Worker) look() {
 	yield()
 	w.notice()
@@ -443,7 +453,14 @@ func (w *Worker) notice() {
 		return
 	}
 	for _, h := range w.sources {
-		h.runnable = h.runnable || h.mute
+		switch {
+		case h.runnable || h.removed:
+		case h.mute || h.resting:
+			h.runnable = true
+		case h.unarmed:
+			h.unarmed = false
+			h.runnable = !h.src.Arm()
+		}
 	}
 	w.ready(epollWaitNow(w.epfd, w.events[:]))
 }

@@ -160,6 +160,87 @@ func TestBusySourceDoesNotStarveOthers(t *testing.T) {
 	})
 }
 
+// awake calls f with workers that never sleep: because they shall not, or because one source has work for ever. They have
+// so many sources that these are found by their descriptors.
+func awake(t *testing.T, f func(t *testing.T, w *Worker)) {
+	each(t, func(t *testing.T, cfg Config) {
+		w, err := New(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Close()
+		for range directSources {
+			p := newPipe(t, w)
+			defer p.close(w)
+		}
+		if !cfg.Busy {
+			fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer unix.Close(fd)
+			var h *Handle
+			w.Call(func() { h, err = w.Add(fd, &endless{}) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer w.Call(func() { h.Remove() })
+		}
+		f(t, w)
+	})
+}
+
+// armed is a source that decides in Arm what its descriptor tells, as one does whose socket is full.
+type armed struct{ *pipe }
+
+func (a *armed) Poll() bool {
+	a.h.SetInterest(false, false)
+	return a.pipe.Poll()
+}
+
+func (a *armed) Arm() bool {
+	a.h.SetInterest(true, false)
+	return true
+}
+
+// A worker that never sleeps does not wait for descriptors to tell what they tell only after Arm.
+func TestSourcesAreArmedWhileTheWorkerIsAwake(t *testing.T) {
+	awake(t, func(t *testing.T, w *Worker) {
+		a := &armed{newPipe(t, w)}
+		defer a.close(w)
+		var err error
+		w.Call(func() {
+			a.h.Remove()
+			a.h, err = w.Add(a.fds[0], a)
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range int64(100) {
+			unix.Write(a.fds[1], []byte("x"))
+			eventually(t, "a byte polled", func() bool { return a.got.Load() == i+1 })
+		}
+	})
+}
+
+// A source that has put something off is polled again also where nobody rests.
+func TestWhoAskedForARestIsPolledWhileTheWorkerIsAwake(t *testing.T) {
+	awake(t, func(t *testing.T, w *Worker) {
+		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer unix.Close(fd)
+		l := &lazy{rests: 100}
+		w.Call(func() { l.h, err = w.Add(fd, l) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "polls after each wish to rest", func() bool { return l.polls.Load() > 100 })
+		w.Call(func() { l.h.Remove() })
+	})
+}
+
 // Tasks of many goroutines all run, in each one's order, whatever state the loop is in.
 func TestSubmitLosesNothing(t *testing.T) {
 	each(t, func(t *testing.T, cfg Config) {

@@ -464,8 +464,6 @@ func TestNothingLeaks(t *testing.T) {
 	}
 }
 
-// A reconnecting host is let in although the target has not noticed its loss yet, and
-// gets its old requests done.
 // Large reads go on, also where both workers have many connections and never sleep: a socket that is full has to tell when it
 // is not any more.
 func TestLargeReadsBesideManyConnections(t *testing.T) {
@@ -506,6 +504,8 @@ func TestLargeReadsBesideManyConnections(t *testing.T) {
 	}
 }
 
+// A reconnecting host is let in although the target has not noticed its loss yet, and
+// gets its old requests done.
 func TestTwoAttachmentsOfOneMachine(t *testing.T) {
 	s := serve(t, target.Config{}, mem(t, 1<<20, blockdev.Options{}))
 	a, b := attach(t, s.config()), attach(t, s.config())

@@ -19,6 +19,8 @@ PEERS = {
     "qemu-2": ("qemu-nbd nbd:// → TCP → nbdkit file", 2, "unix"),
     "relay": ("socat, which only copies bytes → TCP → nbdkit file", 2, "unix"),
 }
+# qemu-nbd → qemu-nbd is not here: the far one is asked for extents before each read, which takes milliseconds
+# on a tmpfs (some 200 reads a second), so nbdkit stands in its place.
 # glibc gives freed buffers back to the system and faults them in again for each request
 # of qemu-nbd; without that it is at its best.
 QEMU_ENV = dict(os.environ, MALLOC_MMAP_THRESHOLD_="1073741824", MALLOC_TRIM_THRESHOLD_="2147483648", MALLOC_TOP_PAD_="67108864")
@@ -164,7 +166,7 @@ def launch(name, run, ours, theirs, o):
             ["socat", "-b", "1048576", "UNIX-LISTEN:%s,fork" % sock, "TCP:127.0.0.1:%d,nodelay" % port]
         return End(name, uri, [up(sock, near), far])
     if name == "qemu-2":
-        # qemu-nbd asks for extents before each read, which takes milliseconds on a tmpfs.
+        # qemu-nbd asks for extents before each read, see PEERS.
         far = up(port, ["nbdkit", "-f", "-i", "127.0.0.1", "-p", str(port), "--filter=noextents", "file", theirs])
         return End(name, uri, [up(sock, qemu + ["-k", sock, "-f", "raw", "nbd://127.0.0.1:%d/" % port], env=QEMU_ENV), far])
     die("no endpoint " + name)
@@ -255,15 +257,31 @@ def tasks(procs):
 
 
 def memory(p):
-    """resident private memory of a process in bytes"""
+    """resident anonymous memory of a process in bytes: without program text, which is shared as soon as a second one runs"""
     s = open("/proc/%d/smaps_rollup" % p.pid).read()
-    return sum(int(x) for x in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+)", s, re.M)) << 10
+    return int(re.search(r"^Anonymous:\s+(\d+)", s, re.M).group(1)) << 10
 
 
 def machine():
-    """busy seconds of the whole machine, without interrupts and stolen time, and those of interrupts"""
+    """busy seconds of the whole machine, with interrupts; those of interrupts; and what a hypervisor took"""
     f = [int(x) for x in open("/proc/stat").readline().split()[1:9]]
-    return (f[0] + f[1] + f[2]) / TICK, (f[5] + f[6]) / TICK
+    irq = (f[5] + f[6]) / TICK
+    return (f[0] + f[1] + f[2]) / TICK + irq, irq, f[7] / TICK
+
+
+def congestion(name=""):
+    """TCP's congestion control of this machine; name puts this process and its children into a network of their own with that"""
+    path = "/proc/sys/net/ipv4/tcp_congestion_control"
+    if name:
+        if libc.unshare(0x40000000):  # CLONE_NEWNET
+            die("--congestion makes a network namespace, which takes root")
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        try:
+            with open(path, "w") as f:
+                f.write(name)
+        except OSError as e:
+            die("--congestion %s: %s: the kernel has %s" % (name, e.strerror, open("/proc/sys/net/ipv4/tcp_available_congestion_control").read().strip()))
+    return open(path).read().strip()
 
 
 # ---- load

@@ -39,6 +39,7 @@ def method(o):
             version([ROOT + "/bin/rdtarget", "version"], r".*"), version(["nbdkit", "--version"]), version(["qemu-nbd", "--version"]),
             version(["nbd-server", "-V"]), version(["socat", "-V"], r"(?<=version )[\d.]+\d"), version(["fio", "--version"])),
         "size": o.size, "dir": o.dir, "disk_dir": o.disk_dir, "secs": o.secs, "rounds": o.rounds, "queues": o.queues, "parts": o.parts,
+        "tcp": o.tcp,
     }
 
 
@@ -149,6 +150,7 @@ def host(head, recs):
     rounds = head["rounds"]
     foreign = [s["foreign"] for s in recs if "foreign" in s]
     irq = [s["irq"] for s in recs if "irq" in s]
+    steal = [s["steal"] for s in recs if "steal" in s]
     out = """### Method
 
 - Machine: %d cores (%s), Linux %s. Everything on this machine: clients, both programs, peers.
@@ -157,10 +159,11 @@ def host(head, recs):
 - Driver: fio's `nbd` engine, one connection; %g s a sample, %d round(s), interleaved: each round runs each job on
   all endpoints, in rotating order. A ratio is the median of the ratios of samples of one round.
 - CPU is user and system time of the serving processes, all hops together, without fio's.
-- Others on the machine took %.2f cores in the median sample and %.2f in the worst (kernel threads included);
-  interrupts %.2f.%s%s
+- TCP: congestion control %s for peers, rdblk's own choice for its connections (`congestion_control`: reno inside one machine).
+- Others on the machine took at most %.2f cores in the median sample and %.2f in the worst (kernel threads included, and
+  interrupts, %.2f; a hypervisor's share %.2f).%s%s
 """ % (head["cpus"], head["model"], head["kernel"], head["date"], head["versions"], head["size"], head["dir"], head["queues"],
-       head["secs"], rounds, med(foreign or [0]), max(foreign or [0]), med(irq or [0]),
+       head["secs"], rounds, head.get("tcp", "?"), med(foreign or [0]), max(foreign or [0]), med(irq or [0]), med(steal or [0]),
        " **The machine was not quiet: ratios count, figures do not.**" if foreign and med(foreign) > 0.1 else "",
        "\n- ± is half the distance between the lowest and the highest sample, in percent of the median." if rounds > 1 else "")
     s = Samples(recs, "peers")
@@ -168,7 +171,8 @@ def host(head, recs):
     if s.peers:
         out += "\nEndpoints (client → server):\n\n" + "".join("- %s: %s\n" % (LABEL[p], PEERS[p][0]) for p in s.peers)
     if s.peers or idle:
-        out += "\n### Goals\n\n" + goals(s, idle)
+        out += "\n### Goals\n\nThe best is that with the smallest ratio. The byte relay, which knows nothing of NBD, is no peer with two hops but a floor.\n\n"
+        out += goals(s, idle)
     if s.peers:
         out += "\n### File in memory\n\n" + matrices(s)
         rows = []
@@ -206,13 +210,13 @@ def host(head, recs):
     if m:
         t = {int(k): v / 2**20 for k, v in m["target"].items()}
         most = max(t)
-        out += "\nPrivate resident memory, MiB:\n\n" + table(["process", "idle", "after the load above"], [
+        out += "\nResident anonymous memory, MiB:\n\n" + table(["process", "idle", "after the load above"], [
             ["`rdtarget`, no host", num(t[0]), ""],
             ["`rdtarget`, %d hosts" % most, num(t[most]), num(t[-most])],
             ["each host there", "%.2f" % ((t[most] - t[0]) / most), "%.2f" % ((t[-most] - t[0]) / most)],
             ["`rdinit`, one device of one queue", num(m["rdinit_idle"] / 2**20), num(m["rdinit_used"] / 2**20)]])
     if idle:
-        out += "\n### Idle\n\n%d devices attached, each its own `rdinit`, no I/O for %d s: all processes %.2f %% of one core (`rdtarget` %.2f %%); " \
+        out += "\n### Idle\n\n%d devices attached, each its own `rdinit` with one queue, no I/O for %d s: all processes %.2f %% of one core (`rdtarget` %.2f %%); " \
             "%.1f wake-ups a second and session in both programs together, %.1f of them in `rdtarget`.\n" % (
                 idle["devices"], idle["secs"], idle["cores"] * 100, idle["target_cores"] * 100, idle["wakeups"], idle["target_wakeups"])
     return out

@@ -893,6 +893,13 @@ func (k *KernelDevice) Detach(ctx context.Context, force bool) error {
 			return err
 		}
 	}
+	// The store is asked before the kernel. A thread that waits for this device in the kernel can only be set free by this
+	// device: not even SIGKILL ends it, and until then the process has its sockets and its lock, so that nobody can take over.
+	if !force && !k.exp.dev.Info().ReadOnly {
+		if err := inTime(ctx, "flush", k.exp.dev.Flush); err != nil {
+			return fmt.Errorf("detach %s: %w", k.Path(), err)
+		}
+	}
 	// While we have it open exclusively nobody mounts it.
 	f, err := k.open(ctx, len(used) == 0)
 	if err != nil {

@@ -508,6 +508,42 @@ func TestDetachRefused(t *testing.T) {
 	}
 }
 
+// unanswered is a device whose flushes wait for a gate.
+type unanswered struct {
+	*memDevice
+	gate chan struct{}
+}
+
+func (d unanswered) Flush() error {
+	<-d.gate
+	return d.memDevice.Flush()
+}
+
+// While the store does not answer, the kernel is not asked for anything that would make a thread of this process wait for
+// it: that outlasts a SIGKILL, and nobody could take the device over.
+func TestDetachAsksTheStoreFirst(t *testing.T) {
+	dev := unanswered{newMemDevice(1 << 20), make(chan struct{})}
+	k, s := newFakeKernel(), serve(t, dev)
+	d := mustAttach(t, k, s, t.TempDir(), "auto")
+	opens := func() int {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		return k.opens
+	}
+	before := opens()
+	if err := d.Detach(inSeconds(t, 1), false); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "flush: ") {
+		t.Fatal(err)
+	}
+	if st, _ := k.state(0); !st.bound || opens() != before {
+		t.Fatalf("bound %v, opened %d times", st.bound, opens()-before)
+	}
+	do(t, k.sock(0, 0), 0, uint16(cmdRead), 0, 512, nil, 0)
+	close(dev.gate)
+	if err := d.Detach(inSeconds(t, 10), false); err != nil || opens() != before+1 {
+		t.Errorf("%v, opened %d times", err, opens()-before)
+	}
+}
+
 // A look of udev's at the device is waited for.
 func TestDetachWaitsForLookers(t *testing.T) {
 	k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))

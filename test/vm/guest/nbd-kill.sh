@@ -1,6 +1,6 @@
 #!/bin/bash
 # What dies under a mounted /dev/nbd0: rdinit by SIGKILL (a new one takes the device over and the file
-# system goes on), rdtarget by SIGKILL under fio (a pause), rdinit by SIGTERM.
+# system goes on), rdtarget by SIGKILL under fio (a pause), rdinit by SIGTERM, rdinit after it has refused to detach.
 # Arguments: the rdtarget and the rdinit program.
 . "$VM_REPO/test/vm/lib.sh"
 . "$VM_REPO/test/vm/guest/nbd-lib.sh"
@@ -56,6 +56,26 @@ e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not c
 detach
 kill $server; wait $server
 nbd_clean
+
+# The target is away, so that a detach is refused; then rdinit is killed. It is gone at once, whatever the detach had begun, and
+# another one takes the device over.
+serve
+attach --device /dev/nbd0
+dd if=/dev/urandom of=$DEV bs=64k count=4 status=none
+kill -9 $server; wait $server || true
+! "$rdinit" detach $DEV >"$VM_OUT/refused.txt" 2>&1 || die "detached without the target"
+grep -q 'still attached; bring the target back' "$VM_OUT/refused.txt" || { cat "$VM_OUT/refused.txt"; die "refused otherwise"; }
+not_stuck
+kill -9 $client
+wait_for 10 eval '! ls /proc/$client/task/* >/dev/null 2>&1' # its threads too
+wait $client || true
+serve
+attach --device /dev/nbd0
+[ "$(grep -c 'took over' "$VM_OUT/rdinit.txt")" = $((takeovers + 1)) ] || die "not taken over"
+cmp -n 262144 $DEV /run/disk.img
+detach
+kill $server; wait $server
+note "killed after a refused detach, and taken over"
 
 # And one that is not unmounted is disconnected in the end, with a word about it and exit code 1.
 if long; then

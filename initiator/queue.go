@@ -423,6 +423,9 @@ func (q *ioQueue) restart(r *request) {
 			q.finish(r)
 			return
 		}
+		if later.Code() != protocol.StatusInvalidNamespace && time.Duration(now-r.busySince) > postponedLong { // that one was told of
+			q.s.postponed(r, later, now)
+		}
 		r.delayed = true
 		gen := r.gen
 		time.AfterFunc(retryDelay(r.tries, r.ns.geometry().crdt[later.CRD()]), func() {
@@ -431,6 +434,20 @@ func (q *ioQueue) restart(r *request) {
 		return
 	}
 	q.toSend.push(r)
+}
+
+// A request that the target has put off for postponedLong is worth a line in the log, one each postponedEvery.
+const (
+	postponedLong  = 500 * time.Millisecond
+	postponedEvery = 10 * time.Second
+)
+
+// postponed tells why requests wait at a target that lives: the state of the session does not.
+func (s *Session) postponed(r *request, later protocol.Status, now int64) {
+	if at := s.postponedAt.Load(); (at == 0 || time.Duration(now-at) > postponedEvery) && s.postponedAt.CompareAndSwap(at, now) {
+		s.log.Warn("the target puts requests off: they are repeated, and fail when the retry timeout is over", "ns", r.ns.nsid, "request", r.String(),
+			"status", later.Name(false), "for", time.Duration(now-r.busySince).Round(time.Millisecond), "retry_timeout", s.cfg.RetryTimeout)
+	}
 }
 
 // wake ends the delay of a request, unless it has been answered since.

@@ -84,6 +84,7 @@ type Session struct {
 
 	reconnects, attempts atomic.Uint64 // associations after the first; attempts that failed
 	gaveUp               atomic.Bool   // a request was given up since the last association was made
+	postponedAt          atomic.Int64  // nano of the last word in the log about requests that the target wants later
 
 	mu         sync.Mutex   // guards what follows; taken for moments only
 	as         *association // nil while there is none

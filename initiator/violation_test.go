@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -56,6 +57,62 @@ func TestRetryTimeoutBeginsAnew(t *testing.T) {
 		t.Errorf("sent %d times: %v", sent.Load(), err)
 	}
 }
+
+// What waits because the target says "later" (nvmet does while its ANA state is inaccessible) shows in no state: the log says
+// it, once for all requests, and not for what was put off for a moment.
+func TestPostponedIsLogged(t *testing.T) {
+	f := newFakeTarget(t)
+	cfg := testConfig(f, newProvider(t))
+	cfg.RetryTimeout = 20 * time.Second
+	var mu sync.Mutex
+	var text bytes.Buffer
+	cfg.Logger = slog.New(slog.NewTextHandler(writerFunc(func(b []byte) (int, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		return text.Write(b)
+	}), nil))
+	said := func() int {
+		mu.Lock()
+		defer mu.Unlock()
+		return strings.Count(text.String(), "the target puts requests off")
+	}
+	d := device(t, connect(t, cfg))
+	var refuse atomic.Int64 // until when, nano
+	f.set(func() {
+		f.hook = func(k *fakeCommand) bool {
+			if k.req.QID == 0 || k.cmd.IsFabrics() || nano() >= refuse.Load() {
+				return false
+			}
+			_ = k.respond(protocol.StatusANAInaccessible, 0)
+			return true
+		}
+	})
+	refuse.Store(nano() + int64(100*time.Millisecond))
+	if err := d.WriteAt(pattern(1, 512), 0, 0); err != nil || said() != 0 {
+		t.Errorf("put off for a moment: %v, %d lines", err, said())
+	}
+	refuse.Store(nano() + int64(2*postponedLong))
+	var wait sync.WaitGroup
+	for i := range 4 {
+		wait.Go(func() {
+			if err := d.WriteAt(pattern(1, 512), int64(i)*512, 0); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wait.Wait()
+	if mu.Lock(); !strings.Contains(text.String(), protocol.StatusANAInaccessible.Name(false)) {
+		t.Errorf("the log does not say why: %s", text.String())
+	}
+	mu.Unlock()
+	if n := said(); n != 1 {
+		t.Errorf("%d lines in the log", n)
+	}
+}
+
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 
 // A target that breaks the protocol loses the association, the request that was under
 // way is sent again, and the application sees nothing but time.

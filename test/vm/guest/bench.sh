@@ -1,12 +1,12 @@
 #!/bin/bash
 # Four ways over one RDMA device, side by side in one machine and in turns: the kernel's host or
-# rdinit with /dev/nbdN, to the kernel's target or rdtarget, both storing in memory. In emulation
-# only the ratios mean anything. Samples go to $VM_OUT/bench.jsonl; the table is made of them by
-# test/bench/run --vm FILE.
-# Arguments: the rdtarget and the rdinit program, rxe or siw, rounds (3), seconds a sample (3); $JOBS:
+# rdinit with /dev/nbdN, to the kernel's target or rdtarget, both storing in memory: the kernel's target
+# in what it is fastest with, a RAM disk; rdtarget in a file in memory. In emulation only the ratios mean
+# anything. Samples go to $VM_OUT/bench.jsonl; the table is made of them by test/bench/run --vm FILE.
+# Arguments: the rdtarget and the rdinit program, rxe or siw, rounds (5), seconds a sample (2); $JOBS:
 # what to run.
 . "$VM_REPO/test/vm/lib.sh"
-rdtarget=$1 rdinit=$2 net=${3:-rxe} rounds=${4:-3} secs=${5:-3}
+rdtarget=$1 rdinit=$2 net=${3:-rxe} rounds=${4:-5} secs=${5:-2}
 : "${JOBS:=4k-randread-16 4k-randwrite-16 128k-read-8 128k-write-8}"
 modprobe nbd
 case $net in
@@ -17,10 +17,12 @@ esac
 k=nqn.2026-11.io.rdblk:kernel o=nqn.2026-11.io.rdblk:ours
 null_up nb0 64
 dd if=/dev/zero of=$BLK bs=1M oflag=direct status=none || true # to its end
+file=/run/bench.img # a tmpfs
+dd if=/dev/zero of=$file bs=1M count=64 status=none
 nvmet_subsys $k; nvmet_ns $k 1 $BLK; nvmet_port 1 $A 4420 $k
 : >"$VM_OUT/rdinit.txt"
 trap 'tail -n 20 "$VM_OUT"/rd*.txt; dmesg | tail -20' EXIT
-"$rdtarget" serve --provider verbs --listen $A:4421 --nqn $o --allow-any-host mem:64M >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
+"$rdtarget" serve --provider verbs --listen $A:4421 --nqn $o --allow-any-host $file >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
 wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/rdtarget.txt"
 nvme_connect $A $k -i 2; kk=$NVME
 nvme_connect $A $o -i 2 -s 4421; ko=$NVME
@@ -32,7 +34,6 @@ attach() { # PORT NQN: $DEV, $client
 }
 attach 4420 $k; rk=$DEV c1=$client
 attach 4421 $o; ro=$DEV c2=$client
-dd if=/dev/zero of=$ko bs=1M oflag=direct status=none || true
 ticks() { awk '{print $14+$15}' /proc/$1/stat; }
 resting() { # what starting up, filling and scanning have left to do is done
 	local t=$(($(ticks $server) + $(ticks $c1) + $(ticks $c2)))
@@ -42,10 +43,12 @@ resting() { # what starting up, filling and scanning have left to do is done
 for _ in {1..20}; do resting && break; done # a loaded host's emulation never rests
 note "measuring"
 printf '{"kernel": "%s", "machine": "%s processors, emulated", "date": "%s"}\n' "$(uname -r)" "$(nproc)" "$(date +%F)" >"$VM_OUT/bench.jsonl"
+paths=(kk kr rk rr)
 for ((r = 0; r < rounds; r++)); do
 	for job in $JOBS; do
 		IFS=- read -r bs rw depth <<<"$job"
-		for path in kk kr rk rr; do
+		for i in 0 1 2 3; do # in each round another is the first, in each second one in reverse
+			path=${paths[(r + (r % 2 ? i : 4 - i)) % 4]}
 			case $path in
 			kk) d=$kk name='kernel → kernel' ;;
 			kr) d=$ko name='kernel → rdtarget' ;;

@@ -733,9 +733,7 @@ func TestStallTimeout(t *testing.T) {
 		t.Errorf("%d connections are left", n)
 	}
 	for _, text := range []string{"does not take its replies", "stopped in the middle of a request"} {
-		if !strings.Contains(s.log.String(), text) {
-			t.Errorf("%q is not in the log", text)
-		}
+		eventually(t, text+" in the log", func() bool { return strings.Contains(s.log.String(), text) })
 	}
 }
 

@@ -231,7 +231,7 @@ def vm(recs):
         head.get("date", "?"), head.get("kernel", "?"), head.get("machine", "?"), 1 + max(r["round"] for r in recs))
     for net in sorted({r["net"] for r in recs}):
         here = [r for r in recs if r["net"] == net]
-        jobs, paths = list(dict.fromkeys(r["job"] for r in here)), list(dict.fromkeys(r["path"] for r in here))
+        jobs, paths = list(dict.fromkeys(r["job"] for r in here)), sorted({r["path"] for r in here})
         rows = []
         for p in paths:
             row = [p]

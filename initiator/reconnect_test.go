@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -17,6 +18,8 @@ import (
 	"rdblk/blockdev"
 	"rdblk/protocol"
 	"rdblk/rdma"
+
+	"golang.org/x/sys/unix"
 )
 
 var seedFlag = flag.Uint64("seed", 0, "seed of the random tests, 0 = a new one")
@@ -1187,19 +1190,27 @@ func TestCallGivenUp(t *testing.T) {
 			s := connect(t, testConfig(f, prov))
 			ctrl := s.as.ctrl
 			ctx, cancel := context.WithCancel(context.Background())
+			// How the lane learns that the caller has gone: by nothing that the race detector takes for an
+			// order of the two.
+			gone := filepath.Join(t.TempDir(), "gone")
 			prov.mu.Lock()
 			prov.poll = func(qid uint16, wcs []rdma.WC) []rdma.WC {
 				if qid == 0 && ctx.Err() == nil && slices.ContainsFunc(wcs, func(wc rdma.WC) bool { return wc.Recv }) {
-					cancel()                          // the answer is there, but not yet seen
-					time.Sleep(20 * time.Millisecond) // nothing that would order the caller before the lane
+					cancel() // the answer is there, but not yet seen
+					for start := time.Now(); unix.Access(gone, unix.F_OK) != nil && time.Since(start) < 60*time.Second; {
+						_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
+					}
 				}
 				return wcs
 			}
 			prov.mu.Unlock()
-			if err := call(ctx, ctrl); !errors.Is(err, context.Canceled) {
+			err := call(ctx, ctrl)
+			if e := unix.Mkdir(gone, 0o700); e != nil {
+				t.Fatal(e)
+			}
+			if !errors.Is(err, context.Canceled) {
 				t.Errorf("%v", err)
 			}
-			time.Sleep(40 * time.Millisecond) // nor here: the lane reads the answer now
 			eventually(t, "reconnected", func() bool { st := s.Status(); return st.State == StateLive && st.Reconnects == 1 })
 		})
 	}

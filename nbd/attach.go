@@ -175,20 +175,28 @@ func Orphans(dir, prefix string) []string {
 }
 
 func orphans(kern kernelNBD, dir, prefix string) (paths []string) {
+	if kern.method() != "netlink" { // what ioctl has left is nobody's
+		return nil
+	}
 	for _, i := range kern.devices() {
 		if st, err := kern.state(i); err != nil || !st.bound || !strings.HasPrefix(st.backend, prefix) {
 			continue
 		}
-		l, err := lockIndex(kern, i, dir, prefix)
-		if err != nil {
-			continue
+		// Who takes the device over in this moment waits: see lockIndex.
+		f, err := os.Open(lockFile(dir, i))
+		if err == nil {
+			err = unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB)
+			f.Close()
 		}
-		if l.Orphan != "" {
-			paths = append(paths, l.Path())
+		if err == nil || errors.Is(err, fs.ErrNotExist) {
+			paths = append(paths, devicePath(i))
 		}
-		l.Close()
 	}
 	return paths
+}
+
+func lockFile(dir string, index int) string {
+	return filepath.Join(dir, "nbd"+strconv.Itoa(index)+".lock")
 }
 
 // privileged tells whether the kernel lets this thread bind devices, as far as can be said
@@ -252,7 +260,7 @@ func lockIndex(kern kernelNBD, index int, dir, prefix string) (l *DeviceLock, er
 	if err != nil {
 		return nil, err
 	}
-	name := filepath.Join(dir, "nbd"+strconv.Itoa(index)+".lock")
+	name := lockFile(dir, index)
 	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
@@ -262,7 +270,13 @@ func lockIndex(kern kernelNBD, index int, dir, prefix string) (l *DeviceLock, er
 			f.Close()
 		}
 	}()
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	// Whoever only looks for orphans has the lock for a moment. With auto there are other devices.
+	for end := time.Now().Add(lookWait); err == unix.EWOULDBLOCK && prefix != "" && time.Now().Before(end); {
+		time.Sleep(5 * time.Millisecond)
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	}
+	if err != nil {
 		if err != unix.EWOULDBLOCK {
 			return nil, fmt.Errorf("lock %s: %w", name, err)
 		}

@@ -432,6 +432,27 @@ func TestLockHeld(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
+	// Who looks for orphans does not keep others from a device.
+	k.dev[1] = &fakeDevice{st: devState{exists: true, bound: true, pid: 4711, backend: testIdentifier, sockets: 1}}
+	looker, err := os.Create(lockFile(dir, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer looker.Close()
+	fd := int(looker.Fd())
+	if err := unix.Flock(fd, unix.LOCK_SH); err != nil {
+		t.Fatal(err)
+	}
+	timer := time.AfterFunc(20*time.Millisecond, func() { unix.Flock(fd, unix.LOCK_UN) })
+	defer timer.Stop()
+	taken, err := lockDevice(k, "/dev/nbd1", dir, "rdblk1 ")
+	if err != nil || taken.Orphan != testIdentifier {
+		t.Fatalf("beside a looker: %v", err)
+	}
+	if got := orphans(k, dir, "rdblk1 "); got != nil {
+		t.Errorf("orphans while one is being taken over: %q", got)
+	}
+	taken.Close()
 	want := fmt.Sprintf("by process %d (which is attaching it)", os.Getpid())
 	if _, err := lockDevice(k, "/dev/nbd0", dir, "rdblk1 "); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), want) {
 		t.Errorf("%v", err)

@@ -389,6 +389,7 @@ func (c *cq) purge(q *qp) {
 func (c *cq) FD() int { return c.fd }
 
 func (c *cq) Close() error {
+	err := c.settle() // without the lock: what it waits for gives entries back
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed.Load() {
@@ -399,7 +400,7 @@ func (c *cq) Close() error {
 			return &rdma.OpError{Op: "close completion queue", Provider: providerName, Err: fmt.Errorf("%w: queue pairs are attached", rdma.ErrInvalid)}
 		}
 	}
-	if err := c.settle(); err != nil {
+	if err != nil {
 		return &rdma.OpError{Op: "close completion queue", Provider: providerName, Err: err}
 	}
 	l := c.dev.p.lib

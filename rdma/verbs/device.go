@@ -329,7 +329,7 @@ func (l *lingering) linger(done <-chan struct{}) {
 	}), done)
 }
 
-// settle waits until they are gone.
+// settle waits until they are gone. The caller holds no lock that their end needs.
 func (l *lingering) settle() error {
 	l.lmu.Lock()
 	list := l.list
@@ -364,6 +364,7 @@ func (p *pd) use(n int) error {
 }
 
 func (p *pd) Close() error {
+	err := p.settle() // without the lock: what it waits for may hold memory of this domain
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
@@ -372,7 +373,7 @@ func (p *pd) Close() error {
 	if p.users > 0 {
 		return &rdma.OpError{Op: "close protection domain", Provider: providerName, Err: fmt.Errorf("%w: %d objects are in use", rdma.ErrInvalid, p.users)}
 	}
-	if err := p.settle(); err != nil {
+	if err != nil {
 		return &rdma.OpError{Op: "close protection domain", Provider: providerName, Err: err}
 	}
 	if e := C.vb_dealloc_pd(p.p); e != 0 {

@@ -455,6 +455,48 @@ func TestUnansweredRequest(t *testing.T) {
 	}
 }
 
+// A queue pair is closed while its connection request is on its way into the kernel, and then what it was made of.
+func TestCloseWhileAsking(t *testing.T) {
+	p, s := suite(t)
+	c, err := p.Dial(t.Context(), netip.Addr{}, s.L.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	side := rdmatest.NewSide(t, "active", c.Device(), 64, 4096)
+	if !side.Dev.(*device).iwarp() {
+		t.Skip("only iWARP drivers make the end of a queue pair wait for a connection request")
+	}
+	q, err := c.CreateQP(side.PD, rdma.QPConfig{SendCQ: side.CQ, RecvCQ: side.CQ, MaxSend: 4, MaxRecv: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	call := &c.(*conn).call
+	call.Lock() // the kernel has the request
+	gone, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(10*time.Millisecond, cancel)
+	if _, err := c.Connect(gone, rdma.ConnParam{}); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	if err := errors.Join(q.Close(), c.Close()); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error)
+	go func() { ended <- side.CQ.Close() }()
+	l := &side.CQ.(*cq).lingering
+	rdmatest.Until(t, "the completion queue's end to wait", func() { time.Sleep(time.Millisecond) }, func() bool {
+		l.lmu.Lock()
+		defer l.lmu.Unlock()
+		return l.list == nil
+	})
+	call.Unlock() // the kernel is done with it
+	if err := <-ended; err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(side.MR.Deregister(), side.PD.Close()); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // resources counts the kernel's objects of a device.
 func resources(t testing.TB, dev string) string {
 	t.Helper()

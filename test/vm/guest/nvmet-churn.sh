@@ -87,13 +87,16 @@ if [ $FABRIC = rxe ]; then quiet; else
 	note "Reads in flight at a cut: the kernel holds $(objects)"
 fi
 kernel_clean
-# What siw does to its listener when a TCP client closes before its connection has been taken: should it have learned better,
-# docs/interop.md has to say so, and cuts may end the listener here as over rxe.
+# What siw does to its listener when a TCP client closes before its connection has been taken, one client in ten or in
+# fifty, by how they are scheduled. Should siw have learned better, docs/interop.md has to say so, and cuts may end the
+# listener here as over rxe.
 if [ $FABRIC != rxe ]; then
-	gone=
-	for i in {1..50}; do { exec 5<>/dev/tcp/$ADDR/4420 && exec 5>&-; } 2>/dev/null || { gone=$i; break; }; done
-	[ -n "$gone" ] || die "50 TCP clients came and went, and siw still listens"
-	note "siw lost its listener to TCP client $((gone - 1))"
+	clients=0 end=$((SECONDS + 60))
+	while { exec 5<>/dev/tcp/$ADDR/4420 && exec 5>&-; } 2>/dev/null; do
+		clients=$((clients + 1))
+		[ $SECONDS -lt $end ] || die "$clients TCP clients came and went in 60 s, and siw still listens"
+	done
+	note "siw lost its listener to TCP client $clients"
 fi
 trap - EXIT
 note done

@@ -29,7 +29,7 @@ VMTESTS ?= ^(TestInitrdIsOfItsCheckout|TestHarness|TestVerbs|TestVerbsEndToEnd|T
 test: deps lint ## everything that CI runs
 	$(GO) test -count=1 -race -short -timeout 20m $(filter-out %/test %/test/e2e,$(PKGS))
 	$(GO) test -count=1 -timeout 20m $(PKGS)
-	$(GO) test -count=1 -timeout 30m -run '$(VMTESTS)' ./test/vm
+	$(GO) test -count=1 -timeout 60m -run '$(VMTESTS)' ./test/vm
 
 race:   ## all tests under the race detector
 	$(GO) test -race -timeout 60m $(PKGS)

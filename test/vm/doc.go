@@ -19,7 +19,7 @@
 // There is a suite, which make test runs (VMTESTS in the Makefile names its tests), and there is all of it, make vm.
 // One switch makes the difference within a test: with RDBLK_VM_LONG=1 in the environment, as make vm has it, it runs
 // on all its devices, with more rounds and more cases; [Long] tells tests, "long" of lib.sh tells scripts. Give
-// go test -timeout 30m for the suite and 150m for all; -short boots none.
+// go test -timeout 60m for the suite and 150m for all; -short boots none.
 //
 // What is shown of rdinit, rdtarget and the provider verbs on real devices, and where (the kernel as the peer is in
 // docs/interop.md):

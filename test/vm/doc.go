@@ -42,7 +42,7 @@
 //	nobody takes it over, or late                                                        TestBlockDeviceDead
 //	memory is short                                                                      TestBlockDeviceMemory
 //	rounds that leave nothing                     TestBlockDeviceRounds: 3               200
-//	reboot while attached, in 30 s                TestBlockDeviceReboot/systemd          /busybox, /sysrq
+//	reboot while attached, nobody waited for      TestBlockDeviceReboot/systemd          /busybox, /sysrq
 //	two machines, CRC32C in use                                                          TestWire
 //	this harness                                  TestHarness, TestInitrdIsOfItsCheckout TestPeer, TestSmoke
 //

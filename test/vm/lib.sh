@@ -65,7 +65,7 @@ vm_wait() { wait_for "${2:-60}" test -e "$VM_SYNC/$1"; cat "$VM_SYNC/$1"; } # FL
 rxe_on() {
 	modprobe -a crc32_generic rdma_rxe rdma_ucm ib_uverbs
 	rdma link add rxe0 type rxe netdev "$1"
-	wait_for 5 rdma_active rxe0
+	wait_for 60 rdma_active rxe0
 }
 # rxe_up: rxe0 on a veth pair of its own, address $RXE (10.88.0.1), MTU 4200 (RDMA path MTU 4096).
 rxe_up() {
@@ -80,7 +80,7 @@ rxe_up() {
 siw_on() {
 	modprobe -a siw rdma_ucm ib_uverbs
 	rdma link add siw0 type siw netdev "$1"
-	wait_for 5 rdma_active siw0
+	wait_for 60 rdma_active siw0
 }
 # siw_up: siw0 on a dummy device of its own, address $SIW (10.77.0.1). Both ends in this machine:
 # the TCP packets cross lo, so capture there, and set the segment size with "ip link set lo mtu 1500".
@@ -107,7 +107,7 @@ null_up() {
 	while [ $# -gt 1 ]; do k=$1; echo "$2" >"$d/$k"; shift 2; done
 	echo 1 >"$d/power"
 	BLK=/dev/$(basename "$d")
-	wait_for 5 test -b "$BLK"
+	wait_for 60 test -b "$BLK"
 }
 
 # --- Kernel target -----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ nvme_connect() {
 	modprobe nvme-rdma
 	case " $* " in *' -s '*) port=() ;; esac
 	timeout 60 nvme connect -t rdma -a "$addr" -n "$nqn" "${port[@]}" "$@"
-	wait_for 20 nvme_blk "$nqn"
+	wait_for 60 nvme_blk "$nqn"
 	NVME=$(nvme_blk "$nqn") CTRL=$(nvme_ctrl "$nqn")
 }
 nvme_disconnect() { timeout 60 nvme disconnect -n "$1"; ! nvme_ctrl "$1" || die "$1 is still connected"; }
@@ -231,20 +231,16 @@ kernel_clean() {
 		die "the kernel complained"
 	fi
 }
-# capture_start NETDEV FILE [FILTER]   capture_stop
+# capture_start NETDEV FILE FILTER   capture_stop (of lo)
 capture_start() {
-	tcpdump -Z root -i "$1" -s 0 -B 65536 -U -w "$2" "${@:3}" 2>"$VM_OUT/tcpdump.txt" &
+	tcpdump -Z root -i "$1" -s 0 -B 65536 -U -w "$2" "${@:3}" or udp port 9 2>"$VM_OUT/tcpdump.txt" &
 	CAPTURE=$! CAPTURED=$2
-	wait_for 20 grep -q 'listening on' "$VM_OUT/tcpdump.txt"
+	wait_for 60 grep -q 'listening on' "$VM_OUT/tcpdump.txt"
 }
 capture_stop() {
-	local i size=-1 now
-	for i in {1..10}; do # the ring is empty when nothing comes out of it for a second; Keep Alive comes every 2.5 s
-		sleep 1
-		now=$(stat -c %s "$CAPTURED")
-		[ "$now" != "$size" ] || break
-		size=$now
-	done
+	local mark=captured.$BASHPID.$RANDOM
+	echo $mark >/dev/udp/127.0.0.1/9 # the discard port: when this has come out of the ring, what was in front of it has
+	wait_for 60 grep -q $mark "$CAPTURED"
 	kill -INT "$CAPTURE"
 	wait "$CAPTURE" || true
 	if ! grep -q '^0 packets dropped by kernel' "$VM_OUT/tcpdump.txt"; then note "the capture lost packets"; fi

@@ -14,7 +14,7 @@ if [ $# = 0 ]; then
 else
 	truncate -s 64m /run/disk.img
 	"$1" serve --listen $SIW:4420 --nqn $nqn --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 &
-	wait_for 20 sh -c "ss -tln | grep -q $SIW:4420"
+	wait_for 60 sh -c "ss -tln | grep -q $SIW:4420"
 fi
 capture_start lo "$VM_OUT/nvme.pcap" tcp port 4420
 modprobe nvme-rdma

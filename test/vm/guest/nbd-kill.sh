@@ -16,7 +16,7 @@ busy() { kill -0 $load && awk '{ exit !($1 + $2) }' /sys/block/nbd0/inflight; } 
 takeovers=1
 ! long || takeovers=3
 for ((i = 1; i <= takeovers; i++)); do
-	wait_for 30 busy
+	wait_for 60 busy
 	kill -9 $client; wait $client || true
 	[ -e /sys/block/nbd0/pid ] || die "the kernel has dropped the device"
 	note "rdinit killed under fio"
@@ -25,12 +25,12 @@ for ((i = 1; i <= takeovers; i++)); do
 		"$rdinit" $ask >"$VM_OUT/orphan.txt" 2>&1 || [ "$ask" != list ]
 		grep -q '/dev/nbd0: the rdinit that attached it is gone' "$VM_OUT/orphan.txt" || { cat "$VM_OUT/orphan.txt"; die "$ask does not know"; }
 	done
-	attach --device /dev/nbd0 --queues 2
+	RDINIT_DETACH_TIMEOUT=60s attach --device /dev/nbd0 --queues 2 # 24 s for the umount after SIGTERM
 	[ "$(grep -c 'took over' "$VM_OUT/rdinit.txt")" = $i ] || die "not taken over"
 	note "taken over"
 done
 echo before >$m/file
-wait_for 30 busy
+wait_for 60 busy
 kill -9 $server; wait $server || true
 note "rdtarget killed under fio"
 sleep 2
@@ -67,7 +67,7 @@ kill -9 $server; wait $server || true
 grep -q 'still attached; bring the target back' "$VM_OUT/refused.txt" || { cat "$VM_OUT/refused.txt"; die "refused otherwise"; }
 not_stuck
 kill -9 $client
-wait_for 10 eval '! ls /proc/$client/task/* >/dev/null 2>&1' # its threads too
+wait_for 60 eval '! ls /proc/$client/task/* >/dev/null 2>&1' # its threads too
 wait $client || true
 serve
 attach --device /dev/nbd0
@@ -88,7 +88,7 @@ if long; then
 	[ $rc = 1 ] && [ $((SECONDS - start)) -lt 25 ] || die "exit $rc after $((SECONDS - start)) s"
 	grep -q 'mounted on /mnt/kill' "$VM_OUT/rdinit.txt"
 	umount $m
-	wait_for 10 test ! -e /sys/block/nbd0/pid
+	wait_for 60 test ! -e /sys/block/nbd0/pid
 	kill $server; wait $server
 fi
 trap - EXIT

@@ -31,7 +31,7 @@ serve() {
 	esac
 	: >"$VM_OUT/serving.txt" # the redirection below may come later than the first look
 	"$rdtarget" serve --provider $by --listen $ADDR:4420 --nqn $nqn --allow-any-host "${@:2}" "${what[@]}" >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-	wait_for 30 has_line "$VM_OUT/serving.txt" 'rdtarget: serving'
+	wait_for 60 has_line "$VM_OUT/serving.txt" 'rdtarget: serving'
 }
 attach() { # OPTION...: $client, $DEV
 	: >"$VM_OUT/ready.txt"
@@ -45,10 +45,23 @@ detach() { # by request; the kernel says that it is unbound
 	wait $client
 	[ ! -e /sys/block/${DEV#/dev/}/pid ] || die "$DEV is still bound"
 }
+# not_stuck: nobody stays in uninterruptible sleep. For a moment everybody is who waits for a file of the host.
 not_stuck() {
-	local stuck
-	stuck=$(ps axo stat=,pid=,comm= | grep '^D' | grep -v kworker || true)
-	[ -z "$stuck" ] || die "in uninterruptible sleep: $stuck"
+	local end=$((SECONDS + 20)) pid
+	for pid in $(asleep); do
+		while [[ " $(asleep) " == *" $pid "* ]]; do
+			[ $SECONDS -lt $end ] || die "in uninterruptible sleep: $(ps -o pid=,wchan=,args= -p $pid)"
+			read -rt 0.1 -u "$NEVER" || :
+		done
+	done
+}
+asleep() { # who is in uninterruptible sleep, but the kernel's workers
+	local f s all=
+	for f in /proc/[0-9]*/stat; do
+		{ read -r s <$f; } 2>/dev/null || continue # it has ended meanwhile
+		[[ $s == *'(kworker'* || ${s##*) } != D* ]] || all+=" ${s%% *}"
+	done
+	echo $all
 }
 nbd_clean() {
 	not_stuck; kernel_clean

@@ -60,7 +60,7 @@ echo 3 >/proc/sys/vm/drop_caches
 if "$rdinit" attach $ADDR:4420 --nqn $nqn --device $DEV >"$VM_OUT/inuse.txt" 2>&1; then die "attached under a mount that has lost its device"; fi
 grep 'mounted on /mnt/used' "$VM_OUT/inuse.txt" || { cat "$VM_OUT/inuse.txt"; die "the old mount is not named"; }
 umount /mnt/used
-wait_for 10 test ! -e /sys/block/nbd0/pid
+wait_for 60 test ! -e /sys/block/nbd0/pid
 dmesg -C # of the errors that are meant to be
 attach --device /dev/nbd0 --queues 2
 mount $DEV /mnt/used # replays its journal
@@ -81,14 +81,14 @@ detach
 [ ! -e /sys/block/nbd0/pid ]
 [ "$(blockdev --getsize64 /dev/nbd0)" = 0 ]
 attach --device /dev/nbd0
-wait_for 10 test -b /dev/nbd0p2
+wait_for 60 test -b /dev/nbd0p2
 [ "$(blockdev --getsize64 /dev/nbd0p1)" = $((64 << 20)) ]
 note "partitions"
 
 # Growth goes through to the kernel.
 truncate -s 640m /run/disk.img
 kill -HUP $server
-wait_for 20 sh -c "[ \$(blockdev --getsize64 /dev/nbd0) = $((640 << 20)) ]"
+wait_for 60 sh -c "[ \$(blockdev --getsize64 /dev/nbd0) = $((640 << 20)) ]"
 note "grown"
 
 # Another program disconnects it: the attachment ends, and says why.
@@ -120,7 +120,7 @@ kill \$(cat /run/held); wait \$(cat /run/held)
 kill \$t; wait \$t
 IN
 truncate -s 64m /run/small.img
-timeout 140 unshare -n bash /run/inside >"$VM_OUT/inside.txt" 2>&1 || { cat "$VM_OUT/inside.txt"; die "attach by ioctl"; }
+timeout 300 unshare -n bash /run/inside >"$VM_OUT/inside.txt" 2>&1 || { cat "$VM_OUT/inside.txt"; die "attach by ioctl"; }
 grep 'no free device.*all .* there are' "$VM_OUT/inside.txt" || { cat "$VM_OUT/inside.txt"; die "all in use, and not said so"; }
 grep -q 'write back' "$VM_OUT/inside.txt" && grep -q '^by ioctl' "$VM_OUT/inside.txt" || { cat "$VM_OUT/inside.txt"; die "attach by ioctl"; }
 note "attached by ioctl; all in use"

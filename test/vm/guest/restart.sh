@@ -10,7 +10,7 @@ truncate -s 64m /run/one.img /run/two.img
 serve() {
 	: >"$VM_OUT/ready.txt"
 	"$rdtarget" serve --provider iwarp --listen $SIW:4420 --nqn $nqn --http $HTTP --allow-any-host /run/one.img /run/two.img >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-	wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/ready.txt"
+	wait_for 60 grep -q '^rdtarget: serving' "$VM_OUT/ready.txt"
 }
 trap 'tail -n 30 "$VM_OUT"/rdtarget.txt "$VM_OUT"/rdinit.txt; dmesg | tail -30' EXIT
 : >"$VM_OUT/rdinit.txt"
@@ -21,7 +21,7 @@ nvmet_ns $k 1 $BLK
 nvmet_port 1 $SIW 4421 $k
 attach() { # SOCKET ADDRESS OPTION...: its process into $client
 	"$rdinit" attach "$2" --provider iwarp --socket "$1" --queues 1 "${@:3}" >>"$VM_OUT/rdinit.txt" 2>&1 & client=$!
-	wait_for 30 test -S "$1"
+	wait_for 60 test -S "$1"
 }
 load() { fio_until /run/enough "$1" size=2m rate=,1m "${@:2}" & loads+=($!); }
 loads=()
@@ -40,9 +40,9 @@ for i in 1 2; do
 	for l in "${loads[@]}"; do kill -0 $l || die "a load has failed"; done
 	kill -9 $server; wait $server || true
 	nvmet_unlink 1 $k
-	wait_for 20 grep -q connecting /sys/class/nvme/$CTRL/state
-	wait_for 20 lost /run/ours.sock
-	wait_for 20 lost /run/kernels.sock
+	wait_for 60 grep -q connecting /sys/class/nvme/$CTRL/state
+	wait_for 60 lost /run/ours.sock
+	wait_for 60 lost /run/kernels.sock
 	for l in "${loads[@]}"; do kill -0 $l || die "a load has failed"; done
 	serve
 	ln -s $NVMET/subsystems/$k $NVMET/ports/1/subsystems/

@@ -14,8 +14,8 @@ report() { # NAME STATUS FILE...
 }
 up() {
 	case $addr in
-	"$SIW") wait_for 10 listens $port ;;
-	*) wait_for 10 rdma_listens $port ;;
+	"$SIW") wait_for 60 listens $port ;;
+	*) wait_for 60 rdma_listens $port ;;
 	esac
 }
 both() { # NAME SIZE [OPTION of ours]

@@ -8,7 +8,7 @@ for dev in "$@"; do
 	"${dev}_up"
 	case $dev in rxe) addr=$RXE ;; siw) addr=$SIW ;; esac
 	rping -s -a $addr -C 5 >/dev/null & server=$!
-	wait_for 10 rping -c -a $addr -C 5
+	wait_for 60 rping -c -a $addr -C 5
 	wait $server
 	note "$dev: rping done"
 	nqn=nqn.2026-11.io.rdblk:vm:$dev

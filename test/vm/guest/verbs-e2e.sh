@@ -104,7 +104,7 @@ if "${user[@]}" "$rdtarget" serve --provider verbs --listen $own:4421 --allow-an
 cat "$VM_OUT/user.txt"
 grep -q 'need [0-9]* MiB of locked memory.*may lock 64 KiB.*ulimit -l unlimited' "$VM_OUT/user.txt"
 "${user[@]}" "$rdtarget" serve --listen $own:4421 --nqn $nqn:user --allow-any-host mem:16M >"$VM_OUT/serving.txt" 2>>"$VM_OUT/rdtarget.txt" & server=$!
-wait_for 30 grep -qs "on $own:4421 (iwarp)" "$VM_OUT/serving.txt"
+wait_for 60 grep -qs "on $own:4421 (iwarp)" "$VM_OUT/serving.txt"
 "${user[@]}" "$rdinit" bench $own:4421 --nqn $nqn:user --queues 1 --runtime 1s 2>&1
 kill $server
 wait $server

@@ -31,7 +31,7 @@ for kind in rxe siw; do
 		note "${kind}0 removed"
 		sleep 2
 		rdma link add ${kind}0 type $kind netdev $netdev
-		wait_for 5 rdma_active ${kind}0
+		wait_for 60 rdma_active ${kind}0
 		wait_for 60 live
 		note "live again"
 	done

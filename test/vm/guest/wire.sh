@@ -10,7 +10,7 @@ ours=nqn.2026-11.io.rdblk:ours kernel=nqn.2026-11.io.rdblk:kernel sock=/run/rdbl
 if [ $VM_ROLE = 0 ]; then
 	truncate -s 256m /run/disk.img
 	"$rdtarget" serve --provider iwarp --listen 10.99.0.1:4420 --nqn $ours --allow-any-host /run/disk.img >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
-	wait_for 30 listens 4420
+	wait_for 60 listens 4420
 	null_up nb0 256
 	nvmet_subsys $kernel
 	nvmet_ns $kernel 1 $BLK

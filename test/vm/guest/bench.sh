@@ -23,7 +23,7 @@ nvmet_subsys $k; nvmet_ns $k 1 $BLK; nvmet_port 1 $A 4420 $k
 : >"$VM_OUT/rdinit.txt"
 trap 'tail -n 20 "$VM_OUT"/rd*.txt; dmesg | tail -20' EXIT
 "$rdtarget" serve --provider verbs --listen $A:4421 --nqn $o --allow-any-host $file >"$VM_OUT/rdtarget.txt" 2>&1 & server=$!
-wait_for 30 grep -q '^rdtarget: serving' "$VM_OUT/rdtarget.txt"
+wait_for 60 grep -q '^rdtarget: serving' "$VM_OUT/rdtarget.txt"
 nvme_connect $A $k -i 2; kk=$NVME
 nvme_connect $A $o -i 2 -s 4421; ko=$NVME
 attach() { # PORT NQN: $DEV, $client

@@ -30,9 +30,9 @@ quick() {
 }
 round
 round
-wait_for 20 sh -c "[ \$(curl -sf http://$HTTP/metrics | awk '\$1 == \"rdtarget_connections\" {print \$2}') = 0 ]"
+wait_for 60 sh -c "[ \$(curl -sf http://$HTTP/metrics | awk '\$1 == \"rdtarget_connections\" {print \$2}') = 0 ]"
 memory() { awk '/VmRSS/ {print $2}' /proc/$server/status; }
-objects >"$VM_OUT/base.txt"
+wait_for 60 rests "$VM_OUT/base.txt"
 cat "$VM_OUT/base.txt"
 rss=$(memory)
 for ((i = 1; i <= rounds; i++)); do quick $i; done
@@ -43,7 +43,8 @@ note "rdtarget: $rss kB resident before, $now after"
 note "$rounds times connected and disconnected by $PROVIDER"
 
 live() { wait_for 60 grep -q live /sys/class/nvme/$CTRL/state; }
-nvme_connect $ADDR $nqn --nr-io-queues=2 --keep-alive-tmo=2 --reconnect-delay=1 --ctrl-loss-tmo=120
+# A keep-alive that nothing here outlasts: a host that connects again by itself refuses a reset.
+nvme_connect $ADDR $nqn --nr-io-queues=2 --keep-alive-tmo=60 --reconnect-delay=1 --ctrl-loss-tmo=120
 rm -f /run/enough; fio_until /run/enough $NVME size=4m rate=,2m & load=$!
 for ((i = 0; i < resets; i++)); do
 	busy
@@ -53,6 +54,8 @@ for ((i = 0; i < resets; i++)); do
 done
 touch /run/enough; wait $load
 note "$resets resets under load, verify clean"
+nvme_disconnect $nqn
+nvme_connect $ADDR $nqn --nr-io-queues=2 --keep-alive-tmo=2 --reconnect-delay=1 --ctrl-loss-tmo=120
 
 lost() { # WHAT SECS DEV: it is down for so long, under load
 	rm -f /run/enough; fio_until /run/enough $NVME size=4m rate=,2m & load=$!

@@ -79,7 +79,7 @@ note "commands done"
 
 old=$(cat /sys/class/nvme/$CTRL/cntlid)
 ask reset.txt nvme reset $c
-wait_for 30 grep -q live /sys/class/nvme/$CTRL/state
+wait_for 60 grep -q live /sys/class/nvme/$CTRL/state
 [ "$(cat /sys/class/nvme/$CTRL/cntlid)" != "$old" ] || die "the same controller after a reset"
 cmp -n 4096 /run/data $NVME
 nvme_disconnect $nqn

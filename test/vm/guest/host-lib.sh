@@ -27,7 +27,7 @@ serve() {
 	"$rdtarget" serve --provider $PROVIDER --listen $ADDR:4420 --nqn $nqn --http $HTTP --pprof "$@" >"$VM_OUT/ready.txt" 2>>"$VM_OUT/rdtarget.txt" &
 	server=$!
 	local i
-	for ((i = 0; i < 300; i++)); do
+	for ((i = 0; i < 600; i++)); do
 		grep -q '^rdtarget: serving' "$VM_OUT/ready.txt" && return
 		kill -0 $server 2>/dev/null || break
 		sleep 0.1
@@ -60,13 +60,17 @@ objects() {
 }
 # settled FILE: objects says again what is in FILE.
 settled() { objects >"$VM_OUT/objects.txt" && diff "$1" "$VM_OUT/objects.txt" >"$VM_OUT/objects.diff"; }
-# no_leak FILE: settled within 20 s.
+# rests FILE: what rdtarget holds, into FILE. It is at rest when that stays so: who was there a moment ago takes a moment to
+# go, the program that asked for it, too.
+rests() { objects >"$1" && sleep 1 && settled "$1"; }
+# no_leak FILE: settled within 60 s.
 no_leak() {
-	local i
-	for ((i = 0; i < 100; i++)); do
-		if settled "$1"; then return 0; fi
+	local end=$((SECONDS + 60))
+	until settled "$1"; do
+		[ $SECONDS -lt $end ] || break
 		sleep 0.2
 	done
+	! settled "$1" || return 0
 	cat "$VM_OUT/objects.diff" "$VM_OUT/goroutines.txt" >&2
 	die "rdtarget holds more than before"
 }
@@ -75,7 +79,8 @@ no_leak() {
 answers() {
 	[ $NETDEV = v0 ] || capture_start lo "$VM_OUT/$1.pcap" tcp port 4420
 	nvme_connect $ADDR $nqn
-	local before=$(sent_inv)
+	local before= now
+	until now=$(sent_inv); [ "$now" = "$before" ]; do before=$now; sleep 1; done # the host looks for partitions
 	dd if=$NVME of=/dev/null bs=4k count=16 iflag=direct status=none
 	inv=$(($(sent_inv) - before))
 	[ $NETDEV = v0 ] || capture_stop

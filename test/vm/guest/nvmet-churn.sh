@@ -20,8 +20,8 @@ fi
 ln -s $NVMET/subsystems/$nqn $NVMET/ports/1/subsystems/
 # objects: what the kernel holds of each kind, but completion queues, which its pool keeps.
 objects() { rdma resource show | sed 's/ cq [0-9]*//; s/ *$//' | tr '\n' ';'; }
-quiet() { # within 30 s the kernel holds what it held
-	local end=$((SECONDS + 30))
+quiet() { # within 60 s the kernel holds what it held
+	local end=$((SECONDS + 60))
 	until [ "$(objects)" = "$base" ]; do
 		[ $SECONDS -lt $end ] || die "the kernel holds $(objects), at rest $base"
 		sleep 0.5
@@ -83,7 +83,7 @@ under 2 bsrange=32k-128k
 kill $client; wait $client
 if [ $FABRIC = rxe ]; then quiet; else
 	gone() { [ -z "$(ss -Htn state connected exclude time-wait "sport = :4420 or dport = :4420")" ] && ! rdma resource show qp | grep -q "comm rdinit" && ! rdma resource show cm_id | grep -q "comm rdinit"; }
-	wait_for 30 gone
+	wait_for 60 gone
 	note "Reads in flight at a cut: the kernel holds $(objects)"
 fi
 kernel_clean

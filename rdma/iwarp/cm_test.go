@@ -74,6 +74,19 @@ func (a *answerer) one() {
 	a.ends <- e
 }
 
+// request waits for the request that one answers. One that the listener has given up, which takes too long to come, is
+// none, and Accept would wait for it for ever.
+func (a *answerer) request() *rdma.ConnectRequest {
+	a.t.Helper()
+	select {
+	case r := <-a.reqs:
+		return r
+	case <-time.After(rdmatest.Patience):
+		a.t.Fatalf("no request in %v: %+v", rdmatest.Patience, a.p.Stats())
+		return nil
+	}
+}
+
 // mpa makes a start-up frame by hand.
 func mpa(key string, flags, rev uint8, private []byte) []byte {
 	return appendMPA(nil, key, mpaFrame{flags: flags, rev: rev, private: private})
@@ -172,7 +185,7 @@ func TestResponder(t *testing.T) {
 				}
 				return
 			}
-			req := <-a.reqs
+			req := a.request()
 			if req.ResponderResources != c.ird || req.InitiatorDepth != c.ord || string(req.PrivateData) != c.private {
 				t.Errorf("request %+v", req)
 			}
@@ -207,7 +220,7 @@ func TestPieces(t *testing.T) {
 		nc.Write(req[:cut])
 		// Each piece arrives on its own: the answerer has read it when nothing is unread.
 		nc.Write(req[cut:])
-		if r := <-a.reqs; string(r.PrivateData) != "private" {
+		if r := a.request(); string(r.PrivateData) != "private" {
 			t.Fatalf("cut at %d: %q", cut, r.PrivateData)
 		}
 		(<-a.ends).Close(t)
@@ -255,7 +268,8 @@ func TestStrangers(t *testing.T) {
 // in time, and a real one gets through meanwhile.
 func TestHalfOpenFlood(t *testing.T) {
 	const pending, flood = 32, 1000
-	a := newAnswerer(t, Config{RequestTimeout: 300 * time.Millisecond}, rdma.ListenConfig{MaxPending: pending})
+	// Long enough for an honest request on a machine that stands still for a while: it would not come.
+	a := newAnswerer(t, Config{RequestTimeout: 5 * time.Second}, rdma.ListenConfig{MaxPending: pending})
 	rdmatest.NoLeakSoon(t)
 	g, _ := rdmatest.Resources(t)
 	var conns []net.Conn
@@ -275,7 +289,7 @@ func TestHalfOpenFlood(t *testing.T) {
 	go a.one()
 	real := a.dial()
 	real.Write(mpa(mpaKeyRequest, 0x10, 2, make([]byte, 4)))
-	<-a.reqs
+	a.request()
 	(<-a.ends).Close(t)
 	// All of them end, the ones over the limit at once.
 	peak := 0
@@ -297,7 +311,7 @@ func TestHalfOpenFlood(t *testing.T) {
 	go a.one()
 	nc := a.dial()
 	nc.Write(mpa(mpaKeyRequest, 0x10, 2, make([]byte, 4)))
-	<-a.reqs
+	a.request()
 	(<-a.ends).Close(t)
 	// Requests that nobody accepts count as well.
 	for range pending {
@@ -470,7 +484,7 @@ func TestEarlyData(t *testing.T) {
 	rdmatest.Until(t, "the request", func() {}, func() bool { return a.p.Stats().Requests == 1 })
 	nc.Write(untagged(opSend, true, 0, 0, 1, 0, nil))
 	go a.one()
-	<-a.reqs
+	a.request()
 	e := <-a.ends
 	if e.Est.IRD != -1 || !errors.Is(e.Conn.Err(), rdma.ErrProtocol) {
 		t.Errorf("accepted: %v", e.Conn.Err())
@@ -553,7 +567,7 @@ func TestCongestionControl(t *testing.T) {
 		go a.one()
 		nc := a.dial()
 		nc.Write(mpa(mpaKeyRequest, 0x10, 2, depths{1, 1}.append(nil)))
-		<-a.reqs
+		a.request()
 		e := <-a.ends
 		if got, err := unix.GetsockoptString(e.QP.(*qp).fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION); got != want || err != nil {
 			t.Errorf("%q: the connection has %q, not %q (%v)", name, got, want, err)

@@ -94,7 +94,7 @@ func TestSocketOptions(t *testing.T) {
 	go a.one()
 	nc := a.dial()
 	nc.Write(mpa(mpaKeyRequest, 0x10, 2, make([]byte, 4)))
-	<-a.reqs
+	a.request()
 	end := <-a.ends
 	if got, err := unix.GetsockoptInt(end.QP.(*qp).fd, unix.SOL_SOCKET, unix.SO_PROTOCOL); err != nil || got != unix.IPPROTO_TCP {
 		t.Errorf("accepted socket has protocol %d, %v", got, err)

@@ -46,6 +46,31 @@ func (s *Suite) attempt(side *Side, ctx context.Context, p rdma.ConnParam) *half
 	return h
 }
 
+// accept accepts h's request. A connection that cannot be made ends the test: there would be nothing to accept.
+func (s *Suite) accept(h *half) rdma.Conn {
+	t := s.T
+	t.Helper()
+	type accepted struct {
+		conn rdma.Conn
+		err  error
+	}
+	passive := make(chan accepted, 1)
+	go func() {
+		c, err := s.L.Accept()
+		passive <- accepted{c, err}
+	}()
+	select {
+	case p := <-passive:
+		if p.err != nil {
+			t.Fatal(p.err)
+		}
+		return p.conn
+	case err := <-h.err:
+		t.Fatalf("connect: %v, before anybody accepted", err)
+		return nil
+	}
+}
+
 func patient() (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.Background(), Patience)
 }
@@ -98,10 +123,7 @@ func (s *Suite) reject(a *Side, req, rep []byte, same func(string, []byte, []byt
 	ctx, cancel := patient()
 	defer cancel()
 	h := s.attempt(a, ctx, rdma.ConnParam{PrivateData: req, InitiatorDepth: 3})
-	c, err := s.L.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
+	c := s.accept(h)
 	same("request", c.Request().PrivateData, req)
 	if err := c.Reject(rep); err != nil {
 		t.Fatal(err)
@@ -197,10 +219,7 @@ func testConnectFailures(s *Suite) {
 	try("cancelled", quiet.Addr(), gone, context.Canceled)
 	// Closing the connection ends a Connect that is running.
 	h := s.attempt(a, ctx, rdma.ConnParam{})
-	c, err := s.L.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
+	c := s.accept(h)
 	h.Conn.Close()
 	if err := <-h.err; err == nil {
 		t.Error("connected although closed")
@@ -285,10 +304,7 @@ func testAcceptGone(s *Suite) {
 	for range 10 {
 		ctx, cancel := context.WithCancel(context.Background())
 		h := s.attempt(a, ctx, rdma.ConnParam{})
-		c, err := s.L.Accept()
-		if err != nil {
-			t.Fatal(err)
-		}
+		c := s.accept(h)
 		q, err := c.CreateQP(b.PD, qpConfig(rdma.QPConfig{MaxSend: 4, MaxRecv: 4}, b.CQ, nil))
 		if err != nil {
 			t.Fatal(err)

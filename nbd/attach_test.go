@@ -32,6 +32,7 @@ type fakeKernel struct {
 	bindings   []binding // what was asked for, in order
 	refuse     error     // of connect and reconfigure
 	used       []string
+	looks      int  // if set, used is for so many questions
 	claimed    bool // an exclusive open fails
 	syncErr    error
 	syncHangs  chan struct{} // if set, Sync waits for it
@@ -155,7 +156,13 @@ func (k *fakeKernel) state(index int) (devState, error) {
 func (k *fakeKernel) users(int) []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return slices.Clone(k.used)
+	used := slices.Clone(k.used)
+	if k.looks > 0 {
+		if k.looks--; k.looks == 0 {
+			k.used = nil
+		}
+	}
+	return used
 }
 
 // probe reads through socket i. A deaf kernel does not take the answer while its sockets are the first ones.
@@ -569,9 +576,7 @@ func TestDetachAsksTheStoreFirst(t *testing.T) {
 func TestDetachWaitsForLookers(t *testing.T) {
 	k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
 	d := mustAttach(t, k, s, t.TempDir(), "auto")
-	k.used = []string{openIn + "5 (udevd)"}
-	timer := time.AfterFunc(100*time.Millisecond, func() { k.mu.Lock(); k.used = nil; k.mu.Unlock() })
-	defer timer.Stop()
+	k.used, k.looks = []string{openIn + "5 (udevd)"}, 5
 	if err := d.Detach(inSeconds(t, 10), false); err != nil {
 		t.Error(err)
 	}
@@ -600,7 +605,7 @@ func TestPark(t *testing.T) {
 		}
 	}
 	pass(true)
-	mustAttach(t, k, s, t.TempDir(), "auto", func(o *DeviceOptions) { o.parkAfter = 100 * time.Millisecond })
+	d := mustAttach(t, k, s, t.TempDir(), "auto", func(o *DeviceOptions) { o.parkAfter = 100 * time.Millisecond })
 	pass(false)
 	a, b := k.sock(0, 0), k.sock(0, 1)
 	if err := a.Send(0, uint16(cmdWrite), 7, 0, 512, make([]byte, 512)); err != nil {
@@ -627,6 +632,9 @@ func TestPark(t *testing.T) {
 	if l := k.asked(); len(l[1].sockets) != 2 {
 		t.Errorf("%+v", l[1])
 	}
+	d.op.Lock()
+	d.opt.parkAfter = patience // the next request may be with the device for longer
+	d.op.Unlock()
 	c := k.sock(0, 0)
 	if err := c.Send(0, uint16(cmdWrite), 8, 0, 512, make([]byte, 512)); err != nil {
 		t.Fatal(err)

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"rdblk/internal/envtest"
 	"rdblk/protocol"
 	"rdblk/rdma"
 	"rdblk/rdma/iwarp"
@@ -123,7 +124,7 @@ func newFakeTarget(t testing.TB) *fakeTarget {
 		OAES: protocol.EventConfigNamespace, LPA: protocol.LPAExtended,
 	}
 	f.ctrl.SetInCapsuleSize(4096)
-	f.listen(netip.MustParseAddrPort("127.0.0.1:0"))
+	f.listen(envtest.Port(t)) // which is its own while it is down, too
 	t.Cleanup(f.stop)
 	return f
 }

@@ -18,6 +18,7 @@ import (
 	"rdblk/blockdev"
 	"rdblk/blockdev/blockdevtest"
 	"rdblk/initiator"
+	"rdblk/internal/envtest"
 	"rdblk/rdma/iwarp"
 	"rdblk/target"
 )
@@ -53,7 +54,7 @@ func serve(t testing.TB, cfg target.Config, devs ...blockdev.Device) *server {
 	if cfg.Logger == nil {
 		cfg.Logger = discard
 	}
-	s := &server{t: t, cfg: cfg, nic: nic(t), devs: devs, addr: netip.MustParseAddrPort("127.0.0.1:0")}
+	s := &server{t: t, cfg: cfg, nic: nic(t), devs: devs, addr: envtest.Port(t)}
 	s.start()
 	t.Cleanup(s.stop)
 	return s

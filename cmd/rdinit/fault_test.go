@@ -7,12 +7,13 @@ import (
 	"time"
 
 	"rdblk/internal/cli/clitest"
+	"rdblk/internal/envtest"
 )
 
 // The connection is live and every request fails, because another disk came back:
 // who watches must not read that all is well.
 func TestFaultIsSeen(t *testing.T) {
-	addr, tg := startTarget(t, "127.0.0.1:0", mem(t, "mem:64M"))
+	addr, tg := startTarget(t, envtest.Port(t).String(), mem(t, "mem:64M"))
 	dir := clitest.Dir(t)
 	run := filepath.Join(dir, "run")
 	r, _ := attached(t, addr, dir, nil, "--http", "127.0.0.1:0")

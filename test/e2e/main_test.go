@@ -190,7 +190,7 @@ type world struct {
 	dir  string
 	run  string // control sockets
 	disk string
-	addr string // of the target; after the first start with its port
+	addr string // of the target; it stays the target's while that is away
 	http string // of the target's endpoint
 }
 
@@ -201,7 +201,7 @@ func newWorld(t *testing.T, size int64) *world {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	w := &world{t: t, dir: dir, run: filepath.Join(dir, "run"), disk: filepath.Join(dir, "disk.img"), addr: "127.0.0.1:0"}
+	w := &world{t: t, dir: dir, run: filepath.Join(dir, "run"), disk: filepath.Join(dir, "disk.img"), addr: envtest.Port(t).String()}
 	f, err := os.Create(w.disk)
 	if err == nil {
 		err = errors.Join(f.Truncate(size), f.Close())
@@ -353,5 +353,3 @@ func (b *background) wait(t testing.TB) string {
 	}
 	return b.out.String()
 }
-
-func (b *background) running() bool { return len(b.done) == 0 }

@@ -1269,8 +1269,8 @@ func TestCloseWithoutTarget(t *testing.T) {
 		}
 		if c.hang {
 			f.set(func() { f.hook = func(k *fakeCommand) bool { return true } })
-			f.cut(nil)
 			n := f.count("Connect")
+			f.cut(nil)
 			eventually(t, "an attempt hangs", func() bool { return f.count("Connect") > n })
 		} else {
 			f.down()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -77,12 +78,14 @@ func TestPostponedIsLogged(t *testing.T) {
 		return strings.Count(text.String(), "the target puts requests off")
 	}
 	d := device(t, connect(t, cfg))
-	var refuse atomic.Int64 // until when, nano
+	var refuse atomic.Int64     // until when, nano
+	var refused [4]atomic.Int64 // how often each block
 	f.set(func() {
 		f.hook = func(k *fakeCommand) bool {
 			if k.req.QID == 0 || k.cmd.IsFabrics() || nano() >= refuse.Load() {
 				return false
 			}
+			refused[k.cmd.SLBA()].Add(1)
 			_ = k.respond(protocol.StatusANAInaccessible, 0)
 			return true
 		}
@@ -91,7 +94,8 @@ func TestPostponedIsLogged(t *testing.T) {
 	if err := d.WriteAt(pattern(1, 512), 0, 0); err != nil || said() != 0 {
 		t.Errorf("put off for a moment: %v, %d lines", err, said())
 	}
-	refuse.Store(nano() + int64(2*postponedLong))
+	refused[0].Store(0)
+	refuse.Store(math.MaxInt64)
 	var wait sync.WaitGroup
 	for i := range 4 {
 		wait.Go(func() {
@@ -100,6 +104,11 @@ func TestPostponedIsLogged(t *testing.T) {
 			}
 		})
 	}
+	eventually(t, "a line in the log", func() bool { return said() > 0 })
+	for i := range refused { // by its fifth refusal each has waited for longer than that, and could have said it
+		eventually(t, "five refusals", func() bool { return refused[i].Load() >= 5 })
+	}
+	refuse.Store(0)
 	wait.Wait()
 	if mu.Lock(); !strings.Contains(text.String(), protocol.StatusANAInaccessible.Name(false)) {
 		t.Errorf("the log does not say why: %s", text.String())
@@ -219,10 +228,10 @@ func TestProtocolViolations(t *testing.T) {
 				t.Errorf("flush: %v", err)
 			}
 			eventually(t, "the association is rebuilt", func() bool { st := s.Status(); return st.State == StateLive && st.Reconnects >= 1 })
-			mu.Lock()
-			defer mu.Unlock()
-			if reason == nil || !strings.Contains(reason.Error(), c.says) {
-				t.Errorf("association ended: %v, want %q", reason, c.says)
+			var why error // events come when they come
+			eventually(t, "the event", func() bool { mu.Lock(); defer mu.Unlock(); why = reason; return why != nil })
+			if !strings.Contains(why.Error(), c.says) {
+				t.Errorf("association ended: %v, want %q", why, c.says)
 			}
 			if err := d.ReadAt(got, 512); err != nil {
 				t.Errorf("afterwards: %v", err)

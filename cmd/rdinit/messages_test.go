@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -16,7 +15,9 @@ import (
 	"rdblk/blockdev/blockdevtest"
 	"rdblk/initiator"
 	"rdblk/internal/cli/clitest"
+	"rdblk/internal/envtest"
 	"rdblk/internal/timeout"
+	"rdblk/target"
 )
 
 // What can be put right is told apart from what never will be by trying again.
@@ -57,7 +58,7 @@ func TestDetachSaysWhatHelps(t *testing.T) {
 		return code, errw
 	}
 
-	addr, tg := startTarget(t, "127.0.0.1:0", file(t))
+	addr, tg := startTarget(t, envtest.Port(t).String(), file(t))
 	r, sock := attached(t, addr, dir, []string{"RDINIT_DETACH_TIMEOUT=500ms"})
 	write(sock)
 	tg.Close()
@@ -91,12 +92,7 @@ func TestDetachSaysWhatHelps(t *testing.T) {
 
 // attach --wait comes up when the target does, says once that it waits, and ends when it is told to.
 func TestAttachWaitsForTheTarget(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := ln.Addr().String()
-	ln.Close()
+	addr := envtest.Port(t).String()
 	dir := clitest.Dir(t)
 	args := []string{"attach", addr, "--wait", "1m", "--socket", filepath.Join(dir, "s"), "--run-dir", filepath.Join(dir, "run"), "--queues", "1"}
 	r := clitest.Start(newProgram, nil, args...)
@@ -151,8 +147,9 @@ func TestLimitsAreSaid(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &r); code != 0 || err != nil || r.Depth != 15 || !strings.Contains(errw, "15 are in flight and not the 1000 of --iodepth") {
 		t.Errorf("exit %d, %v, %+v, %s", code, err, r, errw)
 	}
-	code, _, errw = clitest.Do(t, newProgram, []string{"RDINIT_BUFFER_MEMORY=1M"}, "bench", addr, "--queues", "130", "--iodepth", "1", "--runtime", "50ms")
-	if code != 0 || !strings.Contains(errw, `level=WARN msg="target grants fewer I/O queues than were asked for`) || !strings.Contains(errw, "queues=130 granted=128") {
+	addr, _ = startTargetWith(t, target.Config{MaxQueuesPerController: 3}, "127.0.0.1:0", mem(t, "mem:1M"))
+	code, _, errw = clitest.Do(t, newProgram, nil, "bench", addr, "--queues", "5", "--iodepth", "1", "--runtime", "50ms")
+	if code != 0 || !strings.Contains(errw, `level=WARN msg="target grants fewer I/O queues than were asked for`) || !strings.Contains(errw, "queues=5 granted=3") {
 		t.Errorf("exit %d, %s", code, errw)
 	}
 }

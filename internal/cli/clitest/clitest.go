@@ -20,7 +20,7 @@ import (
 var update = flag.Bool("update", false, "write golden files instead of comparing with them")
 
 // timeout is how long a test waits for what must come.
-const timeout = 20 * time.Second
+const timeout = envtest.Patience
 
 // A Run is a command that runs.
 type Run struct {

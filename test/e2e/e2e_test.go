@@ -312,7 +312,8 @@ func TestStopUnderLoad(t *testing.T) {
 	// The attachment waits; it can be ended too, and says that it could not flush.
 	eventually(t, "requests wait", func() bool { return a.status().Waiting > 0 })
 	code, took = a.end(t, syscall.SIGTERM)
-	if code != 1 || took > 11*time.Second || !strings.Contains(a.log.String(), "may be lost") {
+	if code != 1 || took > 20*time.Second || // 10 s, and a busy machine
+		!strings.Contains(a.log.String(), "may be lost") {
 		t.Errorf("rdinit without a target ended with %d after %v", code, took)
 	}
 }
@@ -362,11 +363,9 @@ func TestManyAttachments(t *testing.T) {
 	for range 40 {
 		round()
 	}
-	m1 := settle()
-	for _, k := range []string{`rdtarget_rdma_objects{kind="cq"}`, `rdtarget_rdma_objects{kind="mr"}`} {
-		if m1[k] != m0[k] {
-			t.Errorf("%s: %v, was %v", k, m1[k], m0[k])
-		}
+	settle()
+	for _, k := range []string{`rdtarget_rdma_objects{kind="cq"}`, `rdtarget_rdma_objects{kind="mr"}`} { // they go after their queue pairs
+		eventually(t, k+" is back", func() bool { return metrics(t, w.http)[k] <= m0[k] })
 	}
 	eventually(t, "the descriptors are back", func() bool { return p.fds(t) <= fds })
 	if now := p.rss(t); now > rss+32*MiB && !raceDetector {

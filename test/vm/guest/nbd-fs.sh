@@ -58,18 +58,20 @@ note "fio verify, 4 jobs, depth 32, 4k-1m"
 if long || [ $PROVIDER = rxe ]; then
 	mkfs.ext4 -q -F -E nodiscard $DEV
 	mount $DEV /mnt/t
-	fio_verify /mnt/t/fio size=2m bsrange=16k-16k rate_iops=200,16 iodepth=8 & load=$! # writes for 8 s
-	sleep 4
-	kill -0 $load || die "fio was done too early"
+	rm -f /run/enough; fio_until /run/enough /mnt/t/fio size=2m bsrange=16k-16k rate_iops=200,32 iodepth=8 & load=$!
+	writes() { local s; read -ra s </sys/block/nbd0/stat; echo ${s[4]}; }
+	written() { [ $(writes) -ge $1 ]; }
+	lost() { "$rdinit" status | has -E 'state +reconnecting'; }
+	wait_for 60 written $(($(writes) + 32))
 	kill -9 $server; wait $server || true
 	note "rdtarget killed under fio"
-	sleep 2
-	before=$(awk '{print $5}' /sys/block/nbd0/stat)
-	sleep 1
-	[ "$before" = "$(awk '{print $5}' /sys/block/nbd0/stat)" ] || die "I/O without a target"
+	wait_for 60 lost # what it had answered has come through
+	before=$(writes)
+	sleep 3
+	[ "$before" = "$(writes)" ] || die "I/O without a target"
 	kill -0 $load || die "fio has ended without a target"
 	serve none --config /run/target.yaml
-	wait $load
+	touch /run/enough; wait $load
 	note "I/O paused, went on, verify clean"
 	umount /mnt/t
 	e2fsck -fn $DEV >"$VM_OUT/fsck.txt" 2>&1 || { cat "$VM_OUT/fsck.txt"; die "not clean"; }
@@ -98,7 +100,7 @@ note "blkdiscard: part, zeroes, whole"
 detach
 
 attach --nsid 3 --device /dev/nbd0
-wait_for 10 test -b /dev/nbd0p2
+wait_for 60 test -b /dev/nbd0p2
 lsblk -b -o NAME,SIZE,LOG-SEC,RO $DEV
 [ "$(blockdev --getsize64 /dev/nbd0p1) $(blockdev --getsize64 /dev/nbd0p2)" = "$((64 << 20)) $((32 << 20))" ] || die "partitions"
 detach

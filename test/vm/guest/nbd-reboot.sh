@@ -19,7 +19,7 @@ cat >/run/load.sh <<END
 #!/bin/bash
 # Numbers, each on stable storage before it counts.
 for ((i = 1; ; i++)); do
-	echo \$i >>/mnt/data/log && sync /mnt/data/log && echo \$i >/run/acked || exit 1
+	echo \$i >>/mnt/data/log && sync /mnt/data/log && echo \$i >>/run/acked || exit 1
 	head -c 300000 /dev/urandom >/mnt/data/more.\$((i % 8)) # dirty, and not synced
 done
 END
@@ -27,10 +27,10 @@ cat >/run/going.sh <<END
 #!/bin/bash
 # Load for a while, then the word.
 echo "== \$(cut -d' ' -f1 /proc/uptime) attached and mounted" >$port
-for _ in {1..600}; do [ "\$(cat /run/acked)" -gt 5 ] && break; sleep 0.2; done
+for _ in {1..600}; do [ "\$(tail -n 1 /run/acked)" -gt 5 ] && break; sleep 0.2; done
 grep ' /mnt/data ' /proc/mounts >$port
-cp /run/acked "$VM_OUT/going.new"; sync -f "$VM_OUT"; mv "$VM_OUT/going.new" "$VM_OUT/going"
-echo "== \$(cut -d' ' -f1 /proc/uptime) going down at \$(cat /run/acked)" >$port
+tail -n 1 /run/acked >"$VM_OUT/going.new"; sync -f "$VM_OUT"; mv "$VM_OUT/going.new" "$VM_OUT/going"
+echo "== \$(cut -d' ' -f1 /proc/uptime) going down at \$(tail -n 1 /run/acked)" >$port
 echo 0 >/run/vm/ctl/rc
 END
 echo 0 >/run/acked
@@ -79,7 +79,7 @@ END
 	;;
 busybox | sysrq)
 	"${serve[@]}" >/run/serving 2>"$VM_OUT/rdtarget.txt" &
-	wait_for 30 has_line /run/serving 'rdtarget: serving'
+	wait_for 60 has_line /run/serving 'rdtarget: serving'
 	"${attach[@]}" >/run/ready 2>"$VM_OUT/rdinit.txt" &
 	wait_for 60 has_line /run/ready 'rdinit: attached'
 	mount /dev/nbd0 /mnt/data

@@ -231,9 +231,13 @@ func (c *conn) connect(ctx context.Context, p rdma.ConnParam) (rdma.Established,
 	n, err := d.DialContext(ctx, "tcp", c.remote.String())
 	if err != nil {
 		var ne net.Error
+		timedOut := errors.As(err, &ne) && ne.Timeout()
+		if end, ok := ctx.Deadline(); timedOut && ok && end.Before(deadline) {
+			<-ctx.Done() // its time is over, but the dialer has a clock of its own
+		}
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
-		} else if errors.As(err, &ne) && ne.Timeout() {
+		} else if timedOut {
 			err = rdma.ErrTimeout
 		}
 		return rdma.Established{}, plain(err)

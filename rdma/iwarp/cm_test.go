@@ -577,6 +577,34 @@ func TestCongestionControl(t *testing.T) {
 	}
 }
 
+// lateContext is a context whose clock is behind: it ends some time after its deadline.
+type lateContext struct{ context.Context }
+
+func (lateContext) Deadline() (time.Time, bool) { return time.Now().Add(-time.Millisecond), true }
+
+// The caller's deadline ends Connect as the caller's also where the dialer sees it first.
+func TestConnectEndsWithItsCaller(t *testing.T) {
+	p := newProvider(t, Config{})
+	side := rdmatest.NewSide(t, "active", p.dev, 16, 4096)
+	c, err := p.Dial(t.Context(), netip.Addr{}, netip.MustParseAddrPort("127.0.0.1:9"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := c.CreateQP(side.PD, rdma.QPConfig{SendCQ: side.CQ, RecvCQ: side.CQ, MaxSend: 4, MaxRecv: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if _, err := c.Connect(lateContext{ctx}, rdma.ConnParam{}); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, rdma.ErrTimeout) {
+		t.Errorf("%v", err)
+	}
+	if err := errors.Join(q.Close(), c.Close()); err != nil {
+		t.Error(err)
+	}
+	side.Close(t)
+}
+
 // TestSystemLeak: see that the tests of this package left nothing behind. Runs last.
 func TestZNoLeak(t *testing.T) {
 	rdmatest.NoLeak(t, 2, 16)

@@ -675,7 +675,7 @@ func TestDeviceRemoval(t *testing.T) {
 		}
 	}()
 	for range 2 {
-		removal := make(chan string, 1)
+		removal, deleter := make(chan string, 1), 0
 		ok := t.Run("remove", func(t *testing.T) {
 			s := rdmatest.NewSuite(t, p, a)
 			var conns []rdma.Conn
@@ -733,9 +733,16 @@ func TestDeviceRemoval(t *testing.T) {
 			for range 8 {
 				busy.A.Post(t, rdma.SendWR{Op: rdma.OpWrite, SGL: []rdma.SGE{busy.A.SGE(0, 8<<20)}, RemoteAddr: busy.B.At(0), RKey: busy.B.MR.RKey()})
 			}
+			del := exec.Command("rdma", "link", "del", info.Name)
+			var said bytes.Buffer
+			del.Stdout, del.Stderr = &said, &said
+			if err := del.Start(); err != nil {
+				t.Fatal(err)
+			}
+			deleter = del.Process.Pid
 			go func() {
-				out, err := exec.Command("rdma", "link", "del", info.Name).CombinedOutput()
-				removal <- fmt.Sprint(string(out), err)
+				err := del.Wait()
+				removal <- fmt.Sprint(said.String(), err)
 			}()
 			for i, c := range conns {
 				rdmatest.Until(t, fmt.Sprintf("the end of connection %d", i), func() { time.Sleep(time.Millisecond) }, closed(c.Done()))
@@ -773,7 +780,11 @@ func TestDeviceRemoval(t *testing.T) {
 				t.Fatalf("rdma link del: %s", out)
 			}
 		case <-time.After(rdmatest.Patience):
-			t.Fatalf("the kernel does not get the device back; log:\n%s", log.String())
+			where, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stack", deleter))
+			files, _ := exec.Command("ls", "-l", fmt.Sprintf("/proc/%d/fd/", os.Getpid())).Output()
+			maps, _ := os.ReadFile("/proc/self/maps")
+			t.Fatalf("the kernel does not get the device back; it waits in\n%s\nlog:\n%s\nfiles:\n%s\nmappings:\n%s", where, log.String(), files,
+				regexp.MustCompile(`(?m)^.*uverbs.*$`).FindAll(maps, -1))
 		}
 		if out := run(t, "rdma", "link", "show"); strings.Contains(out, info.Name) {
 			t.Fatal("it is still there: " + out)

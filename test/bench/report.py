@@ -145,6 +145,18 @@ def goals(s, idle):
     return table(["job", "against", "goal", "reached", ""], rows)
 
 
+def handoffs(v):
+    """what it cost one processor to write where the other had read"""
+    if not v:
+        return ""
+    small, large = [r["small"] for r in v], [r["large"] for r in v]
+    slow = sum(x < max(small) / 2 for x in small)
+    return """- From one processor to the other (`test/bench/handoff`, before each job of a round): one copies 64 KiB at a time to where the
+  other has just read at %.1f to %.1f GB/s (median %.1f), where that is long ago at %.1f to %.1f (%.1f). In %d of %d cases the first
+  was less than half of the best: a host that moves the processors of a virtual machine apart makes all that passes data on slower.
+""" % (min(small), max(small), med(small), min(large), max(large), med(large), slow, len(v))
+
+
 def host(head, recs):
     """the section of measurements on one machine"""
     rounds = head["rounds"]
@@ -166,6 +178,7 @@ def host(head, recs):
        head["secs"], rounds, head.get("tcp", "?"), med(foreign or [0]), max(foreign or [0]), med(irq or [0]), med(steal or [0]),
        " **The machine was not quiet: ratios count, figures do not.**" if foreign and med(foreign) > 0.1 else "",
        "\n- ± is half the distance between the lowest and the highest sample, in percent of the median." if rounds > 1 else "")
+    out += handoffs([r for r in recs if r["part"] == "handoff"])
     s = Samples(recs, "peers")
     idle = next((r for r in recs if r["part"] == "idle"), None)
     if s.peers:

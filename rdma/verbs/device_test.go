@@ -462,10 +462,11 @@ func TestCloseWhileAsking(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	side := rdmatest.NewSide(t, "active", c.Device(), 64, 4096)
-	if !side.Dev.(*device).iwarp() {
+	if !c.Device().(*device).iwarp() {
+		c.Close()
 		t.Skip("only iWARP drivers make the end of a queue pair wait for a connection request")
 	}
+	side := rdmatest.NewSide(t, "active", c.Device(), 64, 4096)
 	q, err := c.CreateQP(side.PD, rdma.QPConfig{SendCQ: side.CQ, RecvCQ: side.CQ, MaxSend: 4, MaxRecv: 4})
 	if err != nil {
 		t.Fatal(err)

@@ -232,7 +232,7 @@ func (c *conn) connect(ctx context.Context, p rdma.ConnParam) (rdma.Established,
 	if err != nil {
 		var ne net.Error
 		timedOut := errors.As(err, &ne) && ne.Timeout()
-		if end, ok := ctx.Deadline(); timedOut && ok && end.Before(deadline) {
+		if end, ok := ctx.Deadline(); timedOut && ok && end.Before(deadline) && !errors.Is(err, syscall.ETIMEDOUT) {
 			<-ctx.Done() // its time is over, but the dialer has a clock of its own
 		}
 		if ctx.Err() != nil {

@@ -14,6 +14,7 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -473,6 +474,8 @@ func TestCloseWhileAsking(t *testing.T) {
 	}
 	call := &c.(*conn).call
 	call.Lock() // the kernel has the request
+	done := sync.OnceFunc(call.Unlock)
+	defer done()
 	gone, cancel := context.WithCancel(t.Context())
 	time.AfterFunc(10*time.Millisecond, cancel)
 	if _, err := c.Connect(gone, rdma.ConnParam{}); !errors.Is(err, context.Canceled) {
@@ -489,7 +492,7 @@ func TestCloseWhileAsking(t *testing.T) {
 		defer l.lmu.Unlock()
 		return l.list == nil
 	})
-	call.Unlock() // the kernel is done with it
+	done() // the kernel is done with it
 	if err := <-ended; err != nil {
 		t.Fatal(err)
 	}

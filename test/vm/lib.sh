@@ -231,7 +231,8 @@ kernel_clean() {
 		die "the kernel complained"
 	fi
 }
-# capture_start NETDEV FILE FILTER   capture_stop (of lo)
+# capture_start NETDEV FILE FILTER   capture_stop (of lo): when a mark has come out of the ring, what was in front of it has.
+capture_has() { echo "$1" >/dev/udp/127.0.0.1/9; grep -q "$1" "$CAPTURED"; } # to the discard port; a full ring drops some
 capture_start() {
 	tcpdump -Z root -i "$1" -s 0 -B 65536 -U -w "$2" "${@:3}" or udp port 9 2>"$VM_OUT/tcpdump.txt" &
 	CAPTURE=$! CAPTURED=$2
@@ -239,8 +240,7 @@ capture_start() {
 }
 capture_stop() {
 	local mark=captured.$BASHPID.$RANDOM
-	echo $mark >/dev/udp/127.0.0.1/9 # the discard port: when this has come out of the ring, what was in front of it has
-	wait_for 60 grep -q $mark "$CAPTURED"
+	wait_for 60 capture_has $mark
 	kill -INT "$CAPTURE"
 	wait "$CAPTURE" || true
 	if ! grep -q '^0 packets dropped by kernel' "$VM_OUT/tcpdump.txt"; then note "the capture lost packets"; fi

@@ -174,7 +174,8 @@ func TestHarness(t *testing.T) {
 	t.Run("panic", func(t *testing.T) {
 		t.Parallel()
 		r, err := run(t, Config{Program: script(t, "echo before; sleep 1; echo c >/proc/sysrq-trigger; sleep 99")})
-		if err == nil || !strings.Contains(err.Error(), "the machine died") || !strings.Contains(r.Output, "sysrq triggered crash") {
+		console, _ := os.ReadFile(filepath.Join(r.Dir, "console.txt")) // the output has its last lines, as many as the trace may be long
+		if err == nil || !strings.Contains(err.Error(), "the machine died") || !strings.Contains(string(console), "sysrq triggered crash") || !strings.Contains(r.Output, "Kernel Offset") {
 			t.Fatalf("%v\n%s", err, r.Output)
 		}
 	})

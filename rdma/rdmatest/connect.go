@@ -46,8 +46,9 @@ func (s *Suite) attempt(side *Side, ctx context.Context, p rdma.ConnParam) *half
 	return h
 }
 
-// accept accepts h's request. A connection that cannot be made ends the test: there would be nothing to accept.
-func (s *Suite) accept(h *half) rdma.Conn {
+// accept accepts the request of a Connect whose end comes on active. If that ends first the test does too: there would be
+// nothing to accept.
+func (s *Suite) accept(active <-chan error) rdma.Conn {
 	t := s.T
 	t.Helper()
 	type accepted struct {
@@ -65,7 +66,7 @@ func (s *Suite) accept(h *half) rdma.Conn {
 			t.Fatal(p.err)
 		}
 		return p.conn
-	case err := <-h.err:
+	case err := <-active:
 		t.Fatalf("connect: %v, before anybody accepted", err)
 		return nil
 	}
@@ -123,7 +124,7 @@ func (s *Suite) reject(a *Side, req, rep []byte, same func(string, []byte, []byt
 	ctx, cancel := patient()
 	defer cancel()
 	h := s.attempt(a, ctx, rdma.ConnParam{PrivateData: req, InitiatorDepth: 3})
-	c := s.accept(h)
+	c := s.accept(h.err)
 	same("request", c.Request().PrivateData, req)
 	if err := c.Reject(rep); err != nil {
 		t.Fatal(err)
@@ -219,7 +220,7 @@ func testConnectFailures(s *Suite) {
 	try("cancelled", quiet.Addr(), gone, context.Canceled)
 	// Closing the connection ends a Connect that is running.
 	h := s.attempt(a, ctx, rdma.ConnParam{})
-	c := s.accept(h)
+	c := s.accept(h.err)
 	h.Conn.Close()
 	if err := <-h.err; err == nil {
 		t.Error("connected although closed")
@@ -304,7 +305,7 @@ func testAcceptGone(s *Suite) {
 	for range 10 {
 		ctx, cancel := context.WithCancel(context.Background())
 		h := s.attempt(a, ctx, rdma.ConnParam{})
-		c := s.accept(h)
+		c := s.accept(h.err)
 		q, err := c.CreateQP(b.PD, qpConfig(rdma.QPConfig{MaxSend: 4, MaxRecv: 4}, b.CQ, nil))
 		if err != nil {
 			t.Fatal(err)

@@ -192,34 +192,13 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 	if prepA != nil {
 		prepA(p.A)
 	}
-	type result struct {
-		est rdma.Established
-		err error
-	}
-	active := make(chan result, 1)
+	active := make(chan error, 1)
 	go func() {
-		est, err := ca.Connect(ctx, cfg.ActiveP)
-		active <- result{est, err}
+		var err error
+		p.A.Est, err = ca.Connect(ctx, cfg.ActiveP)
+		active <- err
 	}()
-	type accepted struct {
-		conn rdma.Conn
-		err  error
-	}
-	passive := make(chan accepted, 1)
-	go func() {
-		c, err := s.L.Accept()
-		passive <- accepted{c, err}
-	}()
-	var cb rdma.Conn
-	select {
-	case p := <-passive:
-		if p.err != nil {
-			t.Fatal(p.err)
-		}
-		cb = p.conn
-	case r := <-active: // Accept would wait for ever
-		t.Fatalf("connect: %v, before anybody accepted", r.err)
-	}
+	cb := s.accept(active)
 	own(&b, "passive", cb.Device())
 	p.B = &End{Side: b, Conn: cb}
 	if p.B.QP, err = cb.CreateQP(b.PD, qpConfig(cfg.QP, b.CQ, cfg.TweakB)); err != nil {
@@ -231,11 +210,9 @@ func (s *Suite) Connect(a, b *Side, cfg PairConfig, prepA, prepB func(*End)) *Pa
 	if p.B.Est, err = cb.Accept(ctx, cfg.PassiveP); err != nil {
 		t.Fatal(err)
 	}
-	r := <-active
-	if r.err != nil {
-		t.Fatal(r.err)
+	if err := <-active; err != nil {
+		t.Fatal(err)
 	}
-	p.A.Est = r.est
 	t.Cleanup(func() { p.Close() })
 	return p
 }

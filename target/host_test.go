@@ -386,7 +386,9 @@ func (q *hostQueue) postRecv(i int) {
 // sendRaw sends bytes as one message.
 func (q *hostQueue) sendRaw(b []byte) {
 	for q.sends >= q.depth {
-		q.poll(true)
+		if q.poll(true); q.broken != nil {
+			return
+		}
 	}
 	off := q.slot * capsuleSlot
 	q.slot = (q.slot + 1) % q.depth

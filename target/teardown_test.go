@@ -519,14 +519,13 @@ func (l *load) run(rng *rand.Rand) {
 					fill(slot, o.val)
 				}
 				c := q.rw(code, l.base+uint64(b)*8, 4096, b*4096, 0)
+				// Before it is sent: a send that sees the connection end may have been executed, and answered.
+				inFlight[c.ID()], busy[b] = o, true
 				if o.write && rng.IntN(2) == 0 {
 					c.SetInCapsuleSGL(0, 4096)
 					q.send(c, slot)
 				} else {
 					q.send(c, nil)
-				}
-				if q.broken == nil {
-					inFlight[c.ID()], busy[b] = o, true
 				}
 			}
 		}
@@ -534,7 +533,7 @@ func (l *load) run(rng *rand.Rand) {
 		for id, a := range q.answers {
 			o, ok := inFlight[id]
 			if !ok {
-				q.t.Errorf("answer to a command that is not in flight")
+				q.t.Errorf("answer to command %d, which is not in flight", id)
 			}
 			delete(q.answers, id)
 			delete(inFlight, id)

@@ -53,7 +53,7 @@ type fakeTarget struct {
 	hostIDs   []protocol.UUID // of admin Connects
 	subnqns   []string
 	log       []string // commands by name, in order of arrival
-	shutdowns int
+	shutdowns atomic.Int64
 
 	wg sync.WaitGroup
 }
@@ -593,7 +593,7 @@ func (k *fakeCommand) fabrics() error {
 		}
 		k.fakeConn.cc = protocol.CC(k.cmd.PropertyValue())
 		if k.cc.SHN() != 0 {
-			f.set(func() { f.shutdowns++ })
+			f.shutdowns.Add(1)
 		}
 		return k.respond(0, 0)
 	}

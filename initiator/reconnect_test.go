@@ -1152,7 +1152,7 @@ func TestCloseDrains(t *testing.T) {
 	if err := errors.Join(<-done, <-closed); err != nil {
 		t.Error(err)
 	}
-	if !bytes.Equal(f.spaces[1].content(0, 512), pattern(1, 512)) || f.shutdowns != 1 {
+	if !bytes.Equal(f.spaces[1].content(0, 512), pattern(1, 512)) || f.shutdowns.Load() != 1 {
 		t.Error("the write was lost")
 	}
 	if _, err := s.Device(0); !errors.Is(err, ErrClosed) {

@@ -321,8 +321,8 @@ func TestDiscover(t *testing.T) {
 		t.Fatalf("%v, %v", list, err)
 	}
 	f.mu.Lock()
-	if f.subnqns[0] != protocol.DiscoveryNQN || f.shutdowns != 2 {
-		t.Errorf("connected to %q, %d shutdowns", f.subnqns[0], f.shutdowns)
+	if f.subnqns[0] != protocol.DiscoveryNQN || f.shutdowns.Load() != 2 {
+		t.Errorf("connected to %q, %d shutdowns", f.subnqns[0], f.shutdowns.Load())
 	}
 	f.mu.Unlock()
 	f.set(func() { f.hook = answer("Get Log Page", protocol.StatusInvalidLogPage.WithDNR(), 0) })

@@ -101,11 +101,9 @@ func TestAttachReadWrite(t *testing.T) {
 			if err := s.Close(ctx); err != nil {
 				t.Errorf("close: %v", err)
 			}
-			f.set(func() {
-				if f.shutdowns != 1 {
-					t.Errorf("%d shutdown notifications", f.shutdowns)
-				}
-			})
+			if n := f.shutdowns.Load(); n != 1 {
+				t.Errorf("%d shutdown notifications", n)
+			}
 			if err := d.ReadAt(make([]byte, block), 0); !errors.Is(err, ErrClosed) || !errors.Is(err, blockdev.ErrClosed) {
 				t.Errorf("read after close: %v", err)
 			}

@@ -178,6 +178,7 @@ func TestDeviceGrowsUnderAnAttachment(t *testing.T) {
 }
 
 func TestUsage(t *testing.T) {
+	never := filepath.Join(t.TempDir(), "never.sock")
 	for _, c := range []struct {
 		args string
 		code int
@@ -191,7 +192,7 @@ func TestUsage(t *testing.T) {
 		{"rdinit", 2, "Usage: rdinit COMMAND"},
 		{"rdinit check-config /nonexistent", 2, "no such file"},
 		{"rdinit attach 127.0.0.1", 2, "--socket"},
-		{"rdinit attach 127.0.0.1:1 --socket /tmp/never.sock", 1, "refused"},
+		{"rdinit attach 127.0.0.1:1 --socket " + never, 1, "refused"},
 		{"rdinit atach", 2, `no command "atach"`},
 		{"rdinit bench 127.0.0.1 --rw write", 2, "--destroy-data"},
 	} {

@@ -61,8 +61,9 @@ type History struct {
 // blockHistory are the writes of a block that may still be seen, the initial
 // content first as long as it is one of them.
 type blockHistory struct {
-	l     []*record
-	prune int // when there are so many, look which can be forgotten
+	l         []*record
+	prune     int  // when there are so many, look which can be forgotten
+	discarded bool // once, so that it may have had any content
 }
 
 // record is one write to one block; shared by the blocks of a write as far as times go.
@@ -133,6 +134,7 @@ func (h *History) modify(kind string, off, n int64, fua, anything bool, value fu
 		if len(bh.l) >= bh.prune {
 			h.prune(bh)
 		}
+		bh.discarded = bh.discarded || anything
 		bh.l = append(bh.l, &record{opTimes: t, value: value(i), any: anything})
 	}
 	return &Pending{h: h, t: t, off: off, n: n}
@@ -343,7 +345,11 @@ func (h *History) describe(b int64, block []byte, v, at uint64, what string, see
 		// What was overwritten for good is forgotten in the end.
 		s.WriteString(", which nobody wrote there, at least not lately")
 		if v != h.zero && mixed(block, b*h.bs) {
-			s.WriteString(": a mixture, the block is torn")
+			if h.block(b).discarded {
+				s.WriteString(": a mixture, or what was there after a discard")
+			} else {
+				s.WriteString(": a mixture, the block is torn")
+			}
 		}
 	default:
 		s.WriteString(", which was overwritten for good")

@@ -46,7 +46,7 @@ e2e: deps build ## only the end-to-end tests, verbosely
 vm:     ## all interoperation with the kernel, in virtual machines (root, qemu)
 	RDBLK_VM_LONG=1 CONNECTS=500 $(GO) test -count=1 -timeout 150m -v ./test/vm/...
 
-bench: deps build ## rdblk beside its peers, 10 minutes; WRITE=1 puts the result into docs/performance.md
+bench: deps build ## rdblk beside its peers, 15 minutes; WRITE=1 puts the result into docs/performance.md
 	@test/bench/run --rounds $(ROUNDS) $(if $(WRITE),--write) $(BENCH)
 
 benchvm: build ## rdinit and rdtarget beside the kernel over rxe and siw, in virtual machines (root, qemu); WRITE=1 as above

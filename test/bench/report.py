@@ -71,6 +71,9 @@ class Samples:
         if key == "cpu":  # seconds per 100 000 operations, per GiB
             a, b = ("ios", 1e5) if job.startswith("4k") else ("bytes", 2**30)
             return {r: s["cpu"] / s[a] * b for r, s in v.items() if s[a]}
+        if key == "client":
+            a, b = ("ios", 1e5) if job.startswith("4k") else ("bytes", 2**30)
+            return {r: s["client"] / s[a] * b for r, s in v.items() if s[a] and "client" in s}
         if key == "rate":
             return {r: s["iops"] / 1e3 if job.startswith("4k") else s["mib"] for r, s in v.items()}
         return {r: s[key] for r, s in v.items()}
@@ -145,6 +148,27 @@ def goals(s, idle):
     return table(["job", "against", "goal", "reached", ""], rows)
 
 
+def budget(s, cpus):
+    """what the processors leave for both programs at the rates that are wanted"""
+    ends2, ends1 = ["nbdkit-2", "qemu-2"], [p for p in PEERS if PEERS[p][1] == 1]
+    tcp = [p for p in ends1 if PEERS[p][2] == "tcp"]
+    rows = []
+    for jobs, peers, least in (([R32, W32], ends2, 3), ([R32, W32], ends1, 1), (LARGE, ends2, 1.5), (LARGE, tcp, 1)):
+        for j in jobs:
+            x, p = s.worst(j, peers)
+            client = list(s.get("rdblk", j, "client").values())
+            if x is None or round(x, 2) >= least or not client:
+                continue
+            small = j.startswith("4k")
+            rate = least * med(s.get(p, j, "rate").values())
+            unit, k = ("µs", 10) if small else ("s", 1)  # an operation, or a GiB
+            all_ = cpus / rate * 1e3 if small else cpus / rate * 1024
+            c, have = med(client) * k, med(s.get("rdblk", j, "cpu").values()) * k
+            rows.append([j, "%.1f × %s" % (least, LABEL[p]), ("%s 000 op/s" if small else "%s MiB/s") % num(rate)]
+                        + ["%.2f %s" % (y, unit) for y in (all_, c, all_ - c, have)])
+    return table(["job", "wanted", "that is", "all processors", "fio takes", "leaves", "rdblk takes"], rows) if rows else ""
+
+
 def handoffs(v):
     """what it cost one processor to write where the other had read"""
     if not v:
@@ -188,6 +212,14 @@ def host(head, recs):
         out += "\n### Goals\n\nThe best is that with the smallest ratio. The byte relay, which knows nothing of NBD, is no peer with two hops but a floor.\n\n"
         out += goals(s, idle)
     if s.peers:
+        b = budget(s, head["cpus"])
+        if b:
+            out += """
+What is missed, in processor time of an operation (4k) or a GiB: what %d processors have at the rate that is wanted, what of that
+fio takes when rdblk serves it, what is left for both programs, and what they take (medians).
+
+%s""" % (head["cpus"], b)
+    if s.peers:
         out += "\n### File in memory\n\n" + matrices(s)
         rows = []
         for p in s.peers:
@@ -196,7 +228,7 @@ def host(head, recs):
         out += "Latency, mean / 99th percentile, µs:\n\n" + table(["endpoint"] + s.jobs, rows)
     d = Samples(recs, "disk")
     if d.peers:
-        out += "\n### File on disk, in the page cache\n\nA file in %s; %d rounds.\n\n" % (head["disk_dir"], min(rounds, 3)) + matrices(d)
+        out += "\n### File on disk, in the page cache\n\nA file in %s; %d round(s).\n\n" % (head["disk_dir"], rounds) + matrices(d)
     w = {j: [s for s in recs if s["part"] == "wire" and s["job"] == j] for j in JOBS}
     if any(w.values()):
         rows = [[j, num(med([x["iops"] / 1e3 for x in v])) + spread([x["iops"] for x in v]), num(med([x["mib"] for x in v])),
@@ -206,19 +238,24 @@ def host(head, recs):
         out += table(["job", "1000 op/s", "MiB/s", "mean µs", "p99 µs", "target CPU µs"], rows)
     scale = [r for r in recs if r["part"] == "scale"]
     if scale:
-        out += "\n### How it grows\n\nrdblk alone; %d rounds.\n" % min(rounds, 3)
+        out += "\n### How it grows\n\nrdblk alone; %d round(s).\n" % rounds
 
         def growth(title, what, cols):
             nonlocal out
             ns = sorted({r["n"] for r in scale if r["job"] == what})
-            rows = [[str(n)] + [num(med([f(r) for r in scale if r["job"] == what and r["n"] == n])) for _, f in cols] for n in ns]
-            out += "\n%s\n\n" % title + table([what.split()[0]] + [c for c, _ in cols], rows)
+            rows = []
+            for n in ns:
+                v = [[f(r) for r in scale if r["job"] == what and r["n"] == n] for _, f in cols]
+                rows.append([str(n)] + [num(med(x)) + spread(x) for x in v])
+            if rows:
+                out += "\n%s\n\n" % title + table([what.split()[0]] + [c for c, _ in cols], rows)
 
         kiops, mib, mean = ("1000 op/s", lambda r: r["iops"] / 1e3), ("MiB/s", lambda r: r["mib"]), ("mean µs", lambda r: r["mean"])
         p99, cost = ("p99 µs", lambda r: r["p99"]), ("CPU µs per op", lambda r: r["cpu"] / r["ios"] * 1e6)
         growth("4k random read by depth, one queue:", "depth", [kiops, mean, p99, cost])
         growth("4k random read by queues, a connection each, depth 32 altogether:", "queues 4k", [kiops, mean, p99, cost])
         growth("128k sequential read by queues, depth 8 altogether:", "queues 128k", [mib, mean, p99, cost])
+        growth("128k sequential write by queues, depth 8 altogether:", "queues 128k write", [mib, mean, p99, cost])
         growth("4k random read by attached hosts, each its own `rdinit`, depth 64 altogether:", "hosts", [kiops, mean, p99, cost])
     m = next((r for r in recs if r["part"] == "memory"), None)
     if m:
@@ -236,6 +273,12 @@ def host(head, recs):
     return out
 
 
+def ratios(recs, path, base, job):
+    """one way to another, round by round"""
+    v, b = ({r["round"]: r["iops"] for r in recs if r["path"] == p and r["job"] == job} for p in (path, base))
+    return [v[r] / b[r] for r in v if b.get(r)]
+
+
 def vm(recs):
     """the section of test/vm/guest/bench.sh: samples with net, path, job, round, iops, mib, mean"""
     head = next((r for r in recs if "kernel" in r), {})
@@ -251,9 +294,20 @@ def vm(recs):
             row = [p]
             for j in jobs:
                 v = {r["round"]: r["iops"] for r in here if r["path"] == p and r["job"] == j}
-                b = {r["round"]: r["iops"] for r in here if r["path"] == base and r["job"] == j}
-                x = [v[r] / b[r] for r in v if b.get(r)]
+                x = ratios(here, p, base, j)
                 row.append("%s%s (%s)" % (num(med(v.values())), spread(list(v.values())), "%.2f" % med(x) if x else "–") if v else "")
             rows.append(row)
         out += "\nOver %s, operations a second (ratio to %s):\n\n" % (net, base) + table(["host → target"] + jobs, rows)
+        rows = [[p] + [num(med([r["cpu"] / r["ios"] * 1e5 for r in here if r["path"] == p and r["job"] == j and r["ios"]])) for j in jobs]
+                for p in paths if p != base]
+        out += "\nCPU seconds of our programs per 100 000 operations (the kernel's own threads are not counted):\n\n" + table(["host → target"] + jobs, rows)
+        if net == "rxe":
+            goal = {"kernel → rdtarget": 1.0, "rdinit → rdtarget": 0.7}
+            rows = []
+            for p, least in goal.items():
+                for j in jobs:
+                    x = ratios(here, p, base, j)
+                    if x:
+                        rows.append([p, j, "≥ %.1f" % least, "%.2f" % med(x), "%.2f to %.2f" % (min(x), max(x)), "yes" if round(med(x), 2) >= least else "**no**"])
+            out += "\nGoals, ratios to %s:\n\n" % base + table(["host → target", "job", "goal", "reached", "rounds", ""], rows)
     return out

@@ -73,11 +73,13 @@ const (
 	// which passes every request from whoever makes it to a thread of the kernel.
 	schedulerOne  = "mq-deadline"
 	schedulerMany = "none"
-	// lookWait is how long Detach waits for processes that have the device open.
-	lookWait = time.Second
 	// openIn begins what users says of them.
 	openIn = "open in process "
 )
+
+// lookWait is how long Detach waits for processes that have the device open, and LockDevice for those that look for
+// orphans. Tests lengthen it.
+var lookWait = time.Second
 
 // Errors of devices; match with errors.Is.
 var (

@@ -29,18 +29,20 @@ type fakeKernel struct {
 	mu  sync.Mutex
 	dev map[int]*fakeDevice
 
-	bindings   []binding // what was asked for, in order
-	refuse     error     // of connect and reconfigure
-	used       []string
-	looks      int  // if set, used is for so many questions
-	claimed    bool // an exclusive open fails
-	syncErr    error
-	syncHangs  chan struct{} // if set, Sync waits for it
-	staysBound bool          // after a disconnect
-	opens      int
-	deaf       bool // does not read at first
-	only       int  // number of devices; 0: the kernel makes more
-	scheduler  string
+	bindings      []binding // what was asked for, in order
+	refuse        error     // of connect and reconfigure
+	used          []string
+	looks         int  // if set, used is for so many questions
+	claimed       bool // an exclusive open fails
+	syncErr       error
+	syncHangs     chan struct{} // if set, Sync waits for it
+	syncing       func()        // if set, called by Sync
+	staysBound    bool          // after a disconnect
+	disconnecting func()        // if set, called by a disconnect
+	opens         int
+	deaf          bool // does not read at first
+	only          int  // number of devices; 0: the kernel makes more
+	scheduler     string
 }
 
 func (k *fakeKernel) schedule(_ int, from, to string) (bool, error) {
@@ -51,6 +53,13 @@ func (k *fakeKernel) schedule(_ int, from, to string) (bool, error) {
 	}
 	k.scheduler = to
 	return true, nil
+}
+
+// set changes what the kernel does, also while a device is watched.
+func (k *fakeKernel) set(fn func()) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	fn()
 }
 
 type fakeDevice struct {
@@ -127,6 +136,9 @@ func (k *fakeKernel) disconnect(index int) error {
 	}
 	d.socks = nil
 	d.st.bound = k.staysBound
+	if k.disconnecting != nil {
+		k.disconnecting()
+	}
 	return nil
 }
 
@@ -201,6 +213,9 @@ func (k *fakeKernel) open(index int, exclusive, readOnly bool) (blockFile, error
 type fakeFile struct{ k *fakeKernel }
 
 func (f fakeFile) Sync() error {
+	if f.k.syncing != nil {
+		f.k.syncing()
+	}
 	if f.k.syncHangs != nil {
 		<-f.k.syncHangs
 	}
@@ -343,7 +358,9 @@ func TestAttachDevice(t *testing.T) {
 func TestDeviceInUse(t *testing.T) {
 	k, s, dir := newFakeKernel(), serve(t, newMemDevice(1<<20)), t.TempDir()
 	d := mustAttach(t, k, s, dir, "/dev/nbd0")
-	k.dev[1] = &fakeDevice{st: devState{exists: true, bound: true, pid: 99, backend: "theirs", sockets: 1}}
+	k.set(func() {
+		k.dev[1] = &fakeDevice{st: devState{exists: true, bound: true, pid: 99, backend: "theirs", sockets: 1}}
+	})
 	for device, want := range map[string]string{
 		"/dev/nbd0":  "in use by process " + strconv.Itoa(os.Getpid()) + ` (back end "` + testIdentifier,
 		"/dev/nbd1":  `in use by process 99 "someone" (back end "theirs")`,
@@ -361,27 +378,26 @@ func TestDeviceInUse(t *testing.T) {
 		t.Errorf("auto gave %s", other.Path())
 	}
 	// A mount of a device that is not bound, as after a forced detach, keeps it.
-	k.used = []string{"mounted on /mnt"}
+	k.set(func() { k.used = []string{"mounted on /mnt"} })
 	if _, err := attachTo(t, k, s, dir, "/dev/nbd3"); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "/mnt") {
 		t.Errorf("mounted: %v", err)
 	}
-	k.used = nil
-	k.only = 3
+	k.set(func() { k.used, k.only = nil, 3 })
 	if _, err := attachTo(t, k, s, dir, "auto"); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "all 3 there are") {
 		t.Errorf("all in use: %v", err)
 	}
-	k.only = 0
+	k.set(func() { k.only = 0 })
 	// The kernel has the last word.
 	for _, c := range []struct {
 		err  error
 		want string
 	}{{unix.EBUSY, "in use"}, {unix.EPERM, "run it as root"}} {
-		k.refuse = c.err
+		k.set(func() { k.refuse = c.err })
 		if _, err := attachTo(t, k, s, dir, "/dev/nbd3"); !errors.Is(err, c.err) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v", err)
 		}
 	}
-	k.refuse = nil
+	k.set(func() { k.refuse = nil })
 	if err := d.Detach(inSeconds(t, 10), false); err != nil {
 		t.Error(err)
 	}
@@ -414,11 +430,11 @@ func TestTakeOver(t *testing.T) {
 		t.Errorf("orphans beside an attachment: %q", got)
 	}
 	// What was detached by force stays bound for those who have it mounted, and takes no connections.
-	k.refuse, k.used = unix.EINVAL, []string{"mounted on /mnt/x"}
+	k.set(func() { k.refuse, k.used = unix.EINVAL, []string{"mounted on /mnt/x"} })
 	if _, err := attachTo(t, k, two, dir, "/dev/nbd0"); !errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "mounted on /mnt/x") {
 		t.Errorf("disconnected and still mounted: %v", err)
 	}
-	k.refuse, k.used = nil, nil
+	k.set(func() { k.refuse, k.used = nil, nil })
 	d := mustAttach(t, k, two, dir, "/dev/nbd0", func(o *DeviceOptions) { o.Sockets = 1 })
 	if l := k.asked(); !d.TookOver() || len(l[len(l)-1].sockets) != 3 {
 		t.Errorf("took over %v, asked %+v", d.TookOver(), l)
@@ -452,7 +468,10 @@ func TestLockHeld(t *testing.T) {
 	}
 	timer := time.AfterFunc(20*time.Millisecond, func() { unix.Flock(fd, unix.LOCK_UN) })
 	defer timer.Stop()
+	looking := lookWait
+	lookWait = patience
 	taken, err := lockDevice(k, "/dev/nbd1", dir, "rdblk1 ")
+	lookWait = looking
 	if err != nil || taken.Orphan != testIdentifier {
 		t.Fatalf("beside a looker: %v", err)
 	}
@@ -507,11 +526,15 @@ func TestDetachRefused(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
 			d := mustAttach(t, k, s, t.TempDir(), "auto")
-			c.mod(k)
+			k.set(func() { c.mod(k) })
+			ctx, timeIsUp := context.WithCancelCause(inSeconds(t, 60))
+			defer timeIsUp(nil)
 			if k.syncHangs != nil {
 				defer close(k.syncHangs)
+				// No sooner than the flush has begun, which may take any time.
+				k.syncing = func() { timeIsUp(context.DeadlineExceeded) }
 			}
-			if err := d.Detach(inSeconds(t, 2), false); !errors.Is(err, c.want) {
+			if err := d.Detach(ctx, false); !errors.Is(err, c.want) {
 				t.Fatalf("detach: %v", err)
 			}
 			if st, _ := k.state(0); !st.bound {
@@ -519,13 +542,13 @@ func TestDetachRefused(t *testing.T) {
 			}
 			do(t, k.sock(0, 0), 0, uint16(cmdRead), 0, 512, nil, 0)
 			if k.syncHangs != nil { // the flush goes on, and it is that which has the device open
-				k.claimed = true
-				if err := d.Detach(inSeconds(t, 2), false); err == nil || errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "the flush of an earlier attempt") {
+				k.set(func() { k.claimed = true })
+				if err := d.Detach(inSeconds(t, 60), false); err == nil || errors.Is(err, ErrDeviceInUse) || !strings.Contains(err.Error(), "the flush of an earlier attempt") {
 					t.Errorf("again: %v", err)
 				}
 			}
 			start := time.Now()
-			err := d.Detach(inSeconds(t, 2), true)
+			err := d.Detach(inSeconds(t, 60), true)
 			if err == nil || !strings.Contains(err.Error(), c.forced) {
 				t.Errorf("forced: %v", err)
 			}
@@ -576,8 +599,11 @@ func TestDetachAsksTheStoreFirst(t *testing.T) {
 func TestDetachWaitsForLookers(t *testing.T) {
 	k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
 	d := mustAttach(t, k, s, t.TempDir(), "auto")
-	k.used, k.looks = []string{openIn + "5 (udevd)"}, 5
-	if err := d.Detach(inSeconds(t, 10), false); err != nil {
+	k.set(func() { k.used, k.looks = []string{openIn + "5 (udevd)"}, 5 })
+	looking := lookWait
+	lookWait = patience
+	defer func() { lookWait = looking }()
+	if err := d.Detach(inSeconds(t, 60), false); err != nil {
 		t.Error(err)
 	}
 }
@@ -586,8 +612,10 @@ func TestDetachWaitsForLookers(t *testing.T) {
 func TestDetachNotUnbound(t *testing.T) {
 	k, s := newFakeKernel(), serve(t, newMemDevice(1<<20))
 	d := mustAttach(t, k, s, t.TempDir(), "auto")
-	k.staysBound = true
-	if err := d.Detach(inSeconds(t, 1), false); !errors.Is(err, ErrStillBound) {
+	ctx, timeIsUp := context.WithCancel(inSeconds(t, 60))
+	defer timeIsUp()
+	k.set(func() { k.staysBound, k.disconnecting = true, timeIsUp })
+	if err := d.Detach(ctx, false); !errors.Is(err, ErrStillBound) {
 		t.Errorf("%v", err)
 	}
 }
@@ -605,8 +633,22 @@ func TestPark(t *testing.T) {
 		}
 	}
 	pass(true)
-	d := mustAttach(t, k, s, t.TempDir(), "auto", func(o *DeviceOptions) { o.parkAfter = 100 * time.Millisecond })
+	d := mustAttach(t, k, s, t.TempDir(), "auto", func(o *DeviceOptions) { o.parkAfter = patience })
+	// The reads of the attachment itself may take their time, and the watch has to have seen their end.
+	eventually(t, "nothing is left of attaching", func() bool {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		for c, a := range d.conns {
+			if c.pub.used.Load() != 0 || a.oldest.Load() != 0 {
+				return false
+			}
+		}
+		return true
+	})
 	pass(false)
+	d.op.Lock()
+	d.opt.parkAfter = 100 * time.Millisecond
+	d.op.Unlock()
 	a, b := k.sock(0, 0), k.sock(0, 1)
 	if err := a.Send(0, uint16(cmdWrite), 7, 0, 512, make([]byte, 512)); err != nil {
 		t.Fatal(err)

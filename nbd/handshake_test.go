@@ -256,9 +256,11 @@ func TestHandshakeTimeout(t *testing.T) {
 	eventually(t, "the failures", func() bool { return s.Stats().HandshakesFailed == failures })
 	eventually(t, "the log to say so", func() bool { return strings.Contains(s.log.String(), "not finished within 50ms") })
 	// A connection in transmission has no such limit.
-	s = serve(t, newMemDevice(1<<20), func(c *Config) { c.HandshakeTimeout = 2 * time.Second })
-	c := s.open(t, false)
-	<-time.After(2100 * time.Millisecond)
+	s = serve(t, newMemDevice(1<<20), func(c *Config) { c.HandshakeTimeout = 500 * time.Millisecond })
+	var c *nbdtest.Client
+	eventually(t, "a handshake in time", func() bool { c, err = nbdtest.Open("unix", s.path, "", false); return err == nil })
+	defer c.Close()
+	<-time.After(600 * time.Millisecond)
 	do(t, c, 0, nbdtest.CmdRead, 0, 512, nil, 0)
 }
 

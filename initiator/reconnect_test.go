@@ -573,7 +573,7 @@ func TestResentInOrder(t *testing.T) {
 	d := device(t, s)
 	var mu sync.Mutex
 	var order []uint64
-	silent := true
+	silent, swallowed := true, 0
 	f.set(func() {
 		f.hook = func(k *fakeCommand) bool {
 			if k.req.QID == 0 || k.cmd.Opcode() != protocol.OpWrite {
@@ -582,6 +582,7 @@ func TestResentInOrder(t *testing.T) {
 			mu.Lock()
 			defer mu.Unlock()
 			if silent {
+				swallowed++
 				return true
 			}
 			order = append(order, k.cmd.SLBA())
@@ -603,7 +604,7 @@ func TestResentInOrder(t *testing.T) {
 			}})
 		}
 	})
-	eventually(t, "the queue is full", func() bool { return f.count("Write") == 7 })
+	eventually(t, "the queue is full", func() bool { mu.Lock(); defer mu.Unlock(); return swallowed == 7 })
 	mu.Lock()
 	silent = false
 	mu.Unlock()
@@ -829,7 +830,7 @@ func TestCacheLost(t *testing.T) {
 func TestKeepAlive(t *testing.T) {
 	f := newFakeTarget(t)
 	cfg := testConfig(f, newProvider(t))
-	cfg.KeepAlive = 500 * time.Millisecond
+	cfg.KeepAlive = 2 * time.Second // less, and a busy machine may answer late
 	s := connect(t, cfg)
 	d := device(t, s)
 	eventually(t, "keep alives", func() bool { return f.count("Keep Alive") >= 3 })

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"rdblk/internal/envtest"
 	"rdblk/protocol"
 )
 
@@ -108,12 +109,16 @@ func TestConnectRefused(t *testing.T) {
 		{"never answers Identify", hook(func(k *fakeCommand) bool { return k.req.QID == 0 && k.cmd.AdminOpcode() == protocol.AdminIdentify }), ErrTimeout, "Identify"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			waits := c.is == ErrTimeout && c.says != "did not become ready within 500ms"
+			if waits {
+				t.Parallel()
+			}
 			f := newFakeTarget(t)
 			f.set(func() { c.set(f) })
 			p := &crooked{Provider: newProvider(t)}
 			cfg := testConfig(f, p)
-			if c.is == ErrTimeout && c.says != "did not become ready within 500ms" {
-				cfg.ConnectTimeout = 2 * time.Second
+			if waits {
+				cfg.ConnectTimeout = 6 * time.Second // for what comes before the command in question, too
 			}
 			start := time.Now()
 			s, err := Connect(context.Background(), cfg)
@@ -198,9 +203,9 @@ func TestConnectLocalFailures(t *testing.T) {
 
 func TestConnectToStrangers(t *testing.T) {
 	p := newProvider(t)
-	try := func(t *testing.T, addr netip.AddrPort, says string) {
+	try := func(t *testing.T, addr netip.AddrPort, limit time.Duration, says string) {
 		t.Helper()
-		cfg := Config{Provider: p, Addr: addr, SubNQN: fakeNQN, ConnectTimeout: 2 * time.Second, Queues: 1}
+		cfg := Config{Provider: p, Addr: addr, SubNQN: fakeNQN, ConnectTimeout: limit, Queues: 1}
 		start := time.Now()
 		_, err := Connect(context.Background(), cfg)
 		if err == nil || !strings.Contains(err.Error(), says) {
@@ -228,24 +233,19 @@ func TestConnectToStrangers(t *testing.T) {
 		return l.Addr().(*net.TCPAddr).AddrPort()
 	}
 	t.Run("nobody listens", func(t *testing.T) {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		l.Close()
-		try(t, l.Addr().(*net.TCPAddr).AddrPort(), "connection refused")
+		try(t, envtest.Port(t), 6*time.Second, "connection refused")
 	})
 	t.Run("an HTTP server", func(t *testing.T) {
 		try(t, listen(t, func(c net.Conn) {
 			io.CopyN(io.Discard, c, 20)
 			io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-		}), "no MPA Reply")
+		}), 6*time.Second, "no MPA Reply")
 	})
 	t.Run("silence", func(t *testing.T) {
-		try(t, listen(t, func(c net.Conn) { io.Copy(io.Discard, c) }), "connect")
+		try(t, listen(t, func(c net.Conn) { io.Copy(io.Discard, c) }), 2*time.Second, "connect")
 	})
 	t.Run("hangs up", func(t *testing.T) {
-		try(t, listen(t, func(c net.Conn) {}), "connect")
+		try(t, listen(t, func(c net.Conn) {}), 6*time.Second, "connect")
 	})
 }
 

@@ -162,8 +162,8 @@ func TestRefusals(t *testing.T) {
 		{"attach " + addr + " --pprof --socket " + sock, nil, 2, []string{"pprof: there is no HTTP endpoint", "127.0.0.1:9421"}},
 		{"attach " + addr + " --host-nqn nqn.2014-08.org.nvmexpress:uuid:1 --socket " + sock, nil, 2, []string{"host_nqn: ", "is no UUID", "rdinit version"}},
 		{addr, nil, 2, []string{"did you mean 'rdinit attach " + addr + "'?"}},
-		{"attach " + silent + " --connect-timeout 200ms --socket " + sock, nil, 1, []string{
-			"no answer within 200ms (connect_timeout): the peer took the connection and sent no reply (is it rdtarget that listens there, and not stopped?)"}},
+		{"attach " + silent + " --connect-timeout 2s --socket " + sock, nil, 1, []string{
+			"no answer within 2s (connect_timeout): the peer took the connection and sent no reply (is it rdtarget that listens there, and not stopped?)"}},
 		{"attach nowhere.invalid --socket " + sock, nil, 1, []string{`look up "nowhere.invalid": `, "is the name right"}},
 		{"attach " + addr + " --wiat 3s --socket " + sock, nil, 2, []string{"unknown flag: --wiat (did you mean --wait?)"}},
 		{"attach " + addr + " --nsid 1 --run-dir " + plain + " --socket " + sock, nil, 1, []string{"--run-dir"}},
@@ -404,7 +404,7 @@ func TestDetach(t *testing.T) {
 
 // Nothing is called detached that may not be on stable storage.
 func TestDetachWhileTheTargetIsAway(t *testing.T) {
-	addr, tg := startTarget(t, "127.0.0.1:0", file(t))
+	addr, tg := startTarget(t, envtest.Port(t).String(), file(t))
 	dir := clitest.Dir(t)
 	run := filepath.Join(dir, "run")
 	environ := []string{"RDINIT_DETACH_TIMEOUT=500ms"}
@@ -433,7 +433,7 @@ func TestDetachWhileTheTargetIsAway(t *testing.T) {
 	}
 
 	// A signal cannot be refused: it says what was lost by the exit code.
-	addr, tg = startTarget(t, "127.0.0.1:0", file(t))
+	addr, tg = startTarget(t, envtest.Port(t).String(), file(t))
 	r, sock = attached(t, addr, dir, environ)
 	c = nbdClient(t, sock)
 	nbdWrite(t, c)
@@ -450,7 +450,7 @@ func TestDetachWhileTheTargetIsAway(t *testing.T) {
 	}
 
 	// Without unflushed writes there is nothing to lose, and nobody has to force anything.
-	addr, tg = startTarget(t, "127.0.0.1:0", file(t))
+	addr, tg = startTarget(t, envtest.Port(t).String(), file(t))
 	r, _ = attached(t, addr, dir, nil)
 	tg.Close()
 	clitest.Eventually(t, "the loss is seen", func() bool { return statusOf(t, run).State == "reconnecting" })
@@ -605,7 +605,7 @@ func TestBenchWritesWhatItSays(t *testing.T) {
 }
 
 func TestBenchAgainstALostTarget(t *testing.T) {
-	addr, tg := startTarget(t, "127.0.0.1:0", mem(t, "mem:1M"))
+	addr, tg := startTarget(t, envtest.Port(t).String(), mem(t, "mem:1M"))
 	r := clitest.Start(newProgram, []string{"RDINIT_LOSS_TIMEOUT=300ms", "RDINIT_DETACH_TIMEOUT=300ms"}, "bench", addr, "--runtime", "20s", "--queues", "1", "--log-level", "info")
 	r.Err.Await(t, "msg=connected")
 	tg.Close()

@@ -497,11 +497,11 @@ func TestReloadWhileOpeningHangs(t *testing.T) {
 		t.Errorf("exit %d: %s", code, r.Err)
 	}
 
-	openPatience = 2 * time.Second // enough for those that do not hang
+	openPatience = 5 * time.Second // enough for those that do not hang
 	r = serve()
 	r.Signal(unix.SIGHUP)
 	<-opening
-	r.Err.Await(t, `its storage gave no answer within 2s`)
+	r.Err.Await(t, `its storage gave no answer within 5s`)
 	write("'null:1M', " + img + ", 'mem:1M'")
 	r.Signal(unix.SIGHUP)
 	r.Err.Await(t, `has not answered an earlier attempt yet`)

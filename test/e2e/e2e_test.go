@@ -290,7 +290,7 @@ func TestStopUnderLoad(t *testing.T) {
 	a := w.attach("disk")
 	load := func() *background {
 		f := inBackground(t, "fio", "--name=load", "--ioengine=nbd", "--uri="+a.uri(), "--rw=randrw", "--bssplit=4k/70:256k/30", "--iodepth=64",
-			"--numjobs=4", "--size=128M", "--time_based", "--runtime=60")
+			"--numjobs=4", "--size=16M", "--time_based", "--runtime=60") // all of which is flushed at the end
 		before := a.status().WriteOps
 		eventually(t, "it is under load", func() bool { st := a.status(); return st.WriteOps > before+1000 && st.Requests > 0 })
 		return f

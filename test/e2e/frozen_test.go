@@ -13,15 +13,15 @@ import (
 	"rdblk/nbd/nbdtest"
 )
 
-// verifying starts fio on an attachment: it writes for some seconds, reads everything back and compares.
-func verifying(t *testing.T, a *attachment) *background {
+// verifying puts load on an attachment: writes for some seconds, then everything is read back and compared.
+func verifying(t *testing.T, a *attachment) *load {
 	t.Helper()
 	nbdtest.Require(t, "fio")
 	rate := "10m"
 	if raceDetector {
 		rate = "2m"
 	}
-	f := inBackground(t, "fio", "--name=load", "--ioengine=nbd", "--uri="+a.uri(), "--rw=randwrite", "--bssplit=4k/70:64k/20:1m/10", "--iodepth=32",
+	f := underLoad(t, "--name=load", "--ioengine=nbd", "--uri="+a.uri(), "--rw=randwrite", "--bssplit=4k/70:64k/20:1m/10", "--iodepth=32",
 		"--numjobs=2", "--size=60M", "--offset_increment=64M", "--rate="+rate, "--verify=crc32c", "--verify_fatal=1", "--do_verify=1")
 	before := a.status()
 	eventually(t, "it is under load", func() bool { return a.status().WriteOps > before.WriteOps+100 })

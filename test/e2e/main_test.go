@@ -5,6 +5,7 @@ package e2e
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -319,6 +320,55 @@ func metrics(t testing.TB, url string) map[string]float64 {
 		t.Fatalf("no metrics at %s", url)
 	}
 	return m
+}
+
+// A load is fio that writes, reads everything back and compares, again and again until it is waited for: how far the
+// test has come by the end of one run is up to the machine.
+type load struct {
+	args []string
+	out  envtest.Log
+	last chan struct{} // closed when no further run is wanted
+	done chan error
+}
+
+func underLoad(t testing.TB, args ...string) *load {
+	l := &load{args: args, last: make(chan struct{}), done: make(chan error, 1)}
+	dir := t.(*testing.T).TempDir()
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	go func() {
+		for seed := 1; ; seed++ {
+			l.out.Reset()
+			// Other data than the run before, which is no proof of this one's.
+			c := exec.CommandContext(ctx, "fio", append(args[:len(args):len(args)], "--randseed="+strconv.Itoa(seed))...)
+			c.Stdout, c.Stderr, c.Dir = &l.out, &l.out, dir
+			if err := c.Run(); err != nil {
+				l.done <- err
+				return
+			}
+			select {
+			case <-l.last:
+				l.done <- nil
+				return
+			default:
+			}
+		}
+	}()
+	return l
+}
+
+// wait lets the run that goes on be the last. Every one of them must have been without an error.
+func (l *load) wait(t testing.TB) {
+	t.Helper()
+	close(l.last)
+	select {
+	case err := <-l.done:
+		if err != nil {
+			t.Fatalf("fio %s: %v\n%s", strings.Join(l.args, " "), err, &l.out)
+		}
+	case <-time.After(2 * patience):
+		t.Fatalf("fio %s does not end\n%s", strings.Join(l.args, " "), &l.out)
+	}
 }
 
 // A command in the background whose output counts when it has ended.

@@ -201,8 +201,12 @@ func (q *ioQueue) issue(r *request) {
 	if since := r.ns.gone.Load(); r.err == nil && since != 0 {
 		r.again, r.later = true, protocol.StatusInvalidNamespace
 		// All that waits fails at the same time, and what comes later at once. What the request had
-		// to wait for before, another time that the namespace was gone for example, is over.
-		r.busySince = max(r.busySince, since)
+		// to wait for before is over; but a target that lists the namespace and refuses it all the
+		// same makes it come and go without end, and that is one wait.
+		if r.goneSince == 0 {
+			r.goneSince = since
+		}
+		r.busySince = max(r.busySince, r.goneSince)
 	} else if r.err == nil {
 		if r.op == blockdev.OpFlush && !r.ns.geometry().info.WriteCache {
 			r.left = 0 // what has been acknowledged is stable
@@ -401,7 +405,7 @@ func (q *ioQueue) restart(r *request) {
 		return
 	case lost:
 		r.losses++
-		r.busySince = 0 // it had been taken: what it was refused for before is over
+		r.busySince, r.goneSince = 0, 0 // it had been taken: what it was refused for before is over
 		add(&q.resent, 1)
 		if limit := q.s.cfg.LossTimeout; limit >= 0 && r.losses >= lostTries && time.Duration(now-r.accepted) > limit && q.s.giveUp(r) {
 			r.err = &LostError{After: limit, Cause: fmt.Errorf("%s was sent %d times and the association broke each time", r, r.losses)}

@@ -43,6 +43,7 @@ type request struct {
 
 	accepted  int64 // nano
 	busySince int64 // nano of the first answer to try later
+	goneSince int64 // since when the namespace was gone when it first had to wait for that
 	tries     int   // answers to try later
 	losses    int   // times that the connection was lost under it
 	gen       uint32

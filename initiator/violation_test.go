@@ -612,3 +612,30 @@ func TestOpenUsesTheConfiguredNamespace(t *testing.T) {
 		t.Error("session lives on")
 	}
 }
+
+// A target that lists a namespace and refuses all commands to it: it is found and lost once a second, which is no news for a request.
+func TestListedAndRefused(t *testing.T) {
+	f := newFakeTarget(t)
+	f.set(func() {
+		f.hook = func(k *fakeCommand) bool {
+			if k.req.QID == 0 || k.cmd.Opcode() != protocol.OpRead {
+				return false
+			}
+			_ = k.respond(protocol.StatusInvalidNamespace.WithDNR(), 0)
+			return true
+		}
+	})
+	cfg := testConfig(f, newProvider(t))
+	cfg.RetryTimeout = 4 * time.Second
+	d := device(t, connect(t, cfg))
+	done := make(chan error, 1)
+	go func() { done <- d.ReadAt(make([]byte, 512), 0) }()
+	select {
+	case err := <-done:
+		if !errors.Is(err, protocol.StatusInvalidNamespace) && !errors.Is(err, ErrNoNamespace) {
+			t.Errorf("the read ended with %v", err)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("the read waits without end")
+	}
+}

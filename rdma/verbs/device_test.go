@@ -918,10 +918,18 @@ func TestPeerKilled(t *testing.T) {
 	p, s := suite(t)
 	for _, stage := range []string{"asking", "idle", "busy"} {
 		t.Run(stage, func(t *testing.T) {
-			cmd, line := child(t, "RDBLK_VERBS_CHILD=peer", "RDBLK_VERBS_STAGE="+stage, "RDBLK_VERBS_REMOTE="+s.L.Addr().String())
-			c, err := s.L.Accept()
+			// Its own, since a client that dies can take siw's listener along (docs/interop.md).
+			l, err := p.Listen(netip.AddrPortFrom(s.Addr, 0), rdma.ListenConfig{})
 			if err != nil {
 				t.Fatal(err)
+			}
+			defer l.Close()
+			cmd, line := child(t, "RDBLK_VERBS_CHILD=peer", "RDBLK_VERBS_STAGE="+stage, "RDBLK_VERBS_REMOTE="+l.Addr().String())
+			late := time.AfterFunc(rdmatest.Patience, func() { l.Close() })
+			defer late.Stop()
+			c, err := l.Accept()
+			if err != nil {
+				t.Fatalf("no request of the peer within %v: %v", rdmatest.Patience, err)
 			}
 			side := rdmatest.NewSide(t, "here", c.Device(), 64, 2<<20)
 			q, err := c.CreateQP(side.PD, rdma.QPConfig{SendCQ: side.CQ, RecvCQ: side.CQ, MaxSend: 16, MaxRecv: 16})

@@ -68,12 +68,9 @@ class Samples:
     def get(self, peer, job, key):
         """by round"""
         v = self.by.get((peer, job), {})
-        if key == "cpu":  # seconds per 100 000 operations, per GiB
+        if key in ("cpu", "client"):  # seconds per 100 000 operations, per GiB; samples of an older tool have no client
             a, b = ("ios", 1e5) if job.startswith("4k") else ("bytes", 2**30)
-            return {r: s["cpu"] / s[a] * b for r, s in v.items() if s[a]}
-        if key == "client":
-            a, b = ("ios", 1e5) if job.startswith("4k") else ("bytes", 2**30)
-            return {r: s["client"] / s[a] * b for r, s in v.items() if s[a] and "client" in s}
+            return {r: s[key] / s[a] * b for r, s in v.items() if s[a] and key in s}
         if key == "rate":
             return {r: s["iops"] / 1e3 if job.startswith("4k") else s["mib"] for r, s in v.items()}
         return {r: s[key] for r, s in v.items()}
